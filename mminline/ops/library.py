@@ -1,0 +1,86 @@
+"""InLine attention as one operator of torch.library: ``torch.ops.mminline.inline_attention``.
+
+Compile, export and the FLOP counter see one node, whatever backend computes it. The statistics that the
+backward needs are extra outputs of the forward, marked non-differentiable.
+"""
+from typing import List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from . import aten
+
+BACKENDS = {'aten': aten}
+
+
+@torch.library.custom_op('mminline::inline_attention', mutates_args=())
+def inline_attention_op(
+        q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num_heads: int, scale: float,
+        hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool, backend: str
+        ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    return BACKENDS[backend].forward(
+        q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center)
+
+
+@inline_attention_op.register_fake
+def _(q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center, backend):
+    batch, _, channels = q.shape
+    dtype = aten.statistics_dtype(q.dtype)
+    head_dim = channels // num_heads
+    return (torch.empty_like(q, memory_format=torch.contiguous_format),
+            q.new_empty(batch, num_heads, head_dim, head_dim, dtype=dtype),
+            q.new_empty(batch, channels, dtype=dtype), q.new_empty(batch, channels, dtype=dtype))
+
+
+@torch.library.custom_op('mminline::inline_attention_backward', mutates_args=())
+def inline_attention_backward_op(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], covariance: Tensor,
+        mean_k: Tensor, mean_v: Tensor, num_heads: int, scale: float, hw_shape: Optional[Sequence[int]],
+        num_prefix_tokens: int, center: bool, backend: str) -> List[Tensor]:
+    return BACKENDS[backend].backward(
+        grad, q, k, v, local_weight, covariance, mean_k, mean_v, num_heads, scale, hw_shape,
+        num_prefix_tokens, center)
+
+
+@inline_attention_backward_op.register_fake
+def _(grad, q, k, v, local_weight, covariance, mean_k, mean_v, num_heads, scale, hw_shape,
+      num_prefix_tokens, center, backend):
+    inputs = (q, k, v) if local_weight is None else (q, k, v, local_weight)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, local_weight, *ctx.settings = inputs
+    _, covariance, mean_k, mean_v = output
+    ctx.mark_non_differentiable(covariance, mean_k, mean_v)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, local_weight, covariance, mean_k, mean_v)
+
+
+def _backward(ctx, grad, *_):
+    num_inputs = 4 + len(ctx.settings)
+    if grad is None:
+        return (None,) * num_inputs
+    grads = inline_attention_backward_op(grad, *ctx.saved_tensors, *ctx.settings)
+    return tuple(grads) + (None,) * (num_inputs - len(grads))
+
+
+inline_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _register_autocast(device_type: str) -> None:
+    """Under autocast: inputs in the autocast type, statistics in float32 whatever autocast says."""
+    def kernel(q, k, v, local_weight, *settings):
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v, local_weight = (
+            x.to(dtype) if x is not None and x.is_floating_point() else x for x in (q, k, v, local_weight))
+        with torch.autocast(device_type, enabled=False):
+            return inline_attention_op(q, k, v, local_weight, *settings)
+
+    torch.library.impl('mminline::inline_attention', f'Autocast{device_type.upper()}', kernel, lib=_LIBRARY)
+
+
+# torch.library.custom_op fixes an autocast type when it is registered; users choose it per context.
+_LIBRARY = torch.library.Library('mminline', 'FRAGMENT')
+for _device_type in ('cpu', 'cuda'):
+    _register_autocast(_device_type)

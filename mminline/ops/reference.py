@@ -1,0 +1,62 @@
+"""InLine attention as the paper writes it: token by token, quadratic, plain PyTorch.
+
+This is the definition the fast backends are tested against, in any dtype and on any device. It needs
+O(N^2) memory: do not use it in a model.
+"""
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+
+def inline_attention_weights(q: Tensor, k: Tensor, scale: float, center: bool = True) -> Tensor:
+    """Return the global attention weights of equation 5 of the paper, (..., N, N).
+
+    Args:
+        q, k: Queries and keys of one head, (..., N, head_dim).
+        scale: Factor on the inner products.
+        center: Subtract each query's mean score and add 1 / N, so that the weights of a query sum to 1.
+    """
+    num_tokens = k.shape[-2]
+    scores = scale * q @ k.transpose(-2, -1) / num_tokens
+    if not center:
+        return scores
+    return scores - scores.mean(dim=-1, keepdim=True) + 1 / num_tokens
+
+
+def local_attention(v: Tensor, weight: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
+    """Return the 3x3 local term: sum over the neighbours of weight * v, zero outside the map.
+
+    Args:
+        v: Values, (B, H*W, C).
+        weight: One 3x3 kernel per image and channel, (B, C, 3, 3).
+        hw_shape: (H, W).
+    """
+    height, width = hw_shape
+    batch, num_tokens, channels = v.shape
+    padded = v.new_zeros(batch, height + 2, width + 2, channels)
+    padded[:, 1:-1, 1:-1] = v.reshape(batch, height, width, channels)
+    out = torch.zeros_like(v)
+    for row in range(3):
+        for column in range(3):
+            neighbour = padded[:, row:row + height, column:column + width].reshape(v.shape)
+            out = out + neighbour * weight[:, None, :, row, column]
+    return out
+
+
+def inline_attention_reference(
+        q: Tensor, k: Tensor, v: Tensor, num_heads: int, scale: float, local_weight: Optional[Tensor],
+        hw_shape: Optional[Tuple[int, int]], num_prefix_tokens: int, center: bool) -> Tensor:
+    """Return the attention of (B, N, C) tokens; arguments as :func:`mminline.ops.inline_attention`."""
+    batch, num_tokens, channels = q.shape
+
+    def split_heads(x: Tensor) -> Tensor:
+        return x.reshape(batch, num_tokens, num_heads, channels // num_heads).transpose(1, 2)
+
+    weights = inline_attention_weights(split_heads(q), split_heads(k), scale, center)
+    out = (weights @ split_heads(v)).transpose(1, 2).reshape(batch, num_tokens, channels)
+    if local_weight is None:
+        return out
+    prefix, image = out.split([num_prefix_tokens, num_tokens - num_prefix_tokens], dim=1)
+    local = local_attention(v[:, num_prefix_tokens:], local_weight, hw_shape)
+    return torch.cat([prefix, image + local], dim=1)

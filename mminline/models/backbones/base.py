@@ -1,0 +1,145 @@
+"""What the backbones share: checked arguments, frozen stages, and weights that fit any position table."""
+import math
+from difflib import get_close_matches
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+from mmengine.logging import print_log
+from mmengine.model import BaseModule, initialize
+from torch import Tensor, nn
+
+from ..pretrained import load_pretrained
+
+IntPair = Union[int, Tuple[int, int]]
+
+
+def resolve_arch(arch: Union[str, dict], table: Dict[str, dict]) -> dict:
+    """Return the settings of a named size, or a dict of exactly the table's keys as it is."""
+    if isinstance(arch, str):
+        if arch not in table:
+            near = get_close_matches(arch, table, n=1)
+            hint = f'; did you mean {near[0]!r}?' if near else ''
+            raise ValueError(f'arch must be one of {sorted(table)} or a dict, got {arch!r}{hint}')
+        return dict(table[arch])
+    if not isinstance(arch, dict):
+        raise TypeError(f'arch must be a str or a dict, got {type(arch).__name__}')
+    keys = set(next(iter(table.values())))
+    if set(arch) != keys:
+        raise ValueError(f'an arch dict needs exactly the keys {sorted(keys)}, got {sorted(arch)}')
+    return dict(arch)
+
+
+def check_per_stage(name: str, values: Sequence, num_stages: int) -> Tuple:
+    """Return ``values`` as a tuple of one value per stage."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != num_stages:
+        raise ValueError(f'{name} must have {num_stages} values, one per stage, got {values!r}')
+    return tuple(values)
+
+
+def check_attn_types(attn_types: Sequence[str], num_stages: int, known: Sequence[str]) -> Tuple[str, ...]:
+    """Return the attention kinds, one of ``known`` per stage."""
+    attn_types = check_per_stage('attn_types', attn_types, num_stages)
+    for kind in attn_types:
+        if kind not in known:
+            raise ValueError(f'attn_types must be of {sorted(known)}, got {kind!r}')
+    return attn_types
+
+
+def check_out_indices(out_indices: Sequence[int], num_stages: int) -> Tuple[int, ...]:
+    """Return the output indices: at least one, ascending, in [0, num_stages)."""
+    out_indices = tuple(out_indices)
+    if not out_indices or out_indices != tuple(sorted(set(out_indices))) \
+            or out_indices[0] < 0 or out_indices[-1] >= num_stages:
+        raise ValueError(f'out_indices must be ascending indices in [0, {num_stages}), got {out_indices}')
+    return out_indices
+
+
+def check_probability(name: str, value: float) -> float:
+    """Return a rate that lies in [0, 1)."""
+    if not 0 <= value < 1:
+        raise ValueError(f'{name} must be in [0, 1), got {value}')
+    return value
+
+
+def to_size(name: str, size: IntPair) -> Tuple[int, int]:
+    """Return (height, width) for a positive int or pair of them, in pixels."""
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f'{name} must be a positive int or (height, width), got {size!r}')
+    return pair
+
+
+def square_shape(name: str, num_tokens: int) -> Tuple[int, int]:
+    """Return the (H, W) of a stored position table, which files keep as a number of tokens only."""
+    size = math.isqrt(num_tokens)
+    if size * size != num_tokens:
+        raise ValueError(f'{name} has {num_tokens} positions, which is no square map: it cannot be resized')
+    return size, size
+
+
+def map_shape(image_size: Tuple[int, int], stride: int) -> Tuple[int, int]:
+    """Return (H, W) in tokens of an image of (height, width) pixels, padded to the stride."""
+    return math.ceil(image_size[0] / stride), math.ceil(image_size[1] / stride)
+
+
+class InLineBackbone(BaseModule):
+    """Base of the backbones.
+
+    A subclass implements :meth:`frozen_modules` and, where it has tables that depend on a map's size,
+    :meth:`resize_tables`.
+    """
+
+    def __init__(self, frozen_stages: int, max_frozen_stages: int, init_cfg: Optional[Union[dict, List[dict]]]):
+        super().__init__(init_cfg)
+        if not -1 <= frozen_stages <= max_frozen_stages:
+            raise ValueError(f'frozen_stages must be in [-1, {max_frozen_stages}], got {frozen_stages}')
+        self.frozen_stages = frozen_stages
+        self.register_load_state_dict_pre_hook(_resize_tables_before_loading)
+
+    def frozen_modules(self) -> List[Union[nn.Module, nn.Parameter]]:
+        """Return the modules and parameters that ``frozen_stages`` freezes."""
+        raise NotImplementedError
+
+    def resize_tables(self, state_dict: Dict[str, Tensor], prefix: str = '') -> List[str]:
+        """Resize tables in ``state_dict`` that were made for another size.
+
+        Args:
+            state_dict: A checkpoint's tensors; resized tables are put in their place.
+            prefix: What this backbone's names begin with there, such as ``'backbone.'``.
+
+        Returns:
+            The names of the resized tables.
+        """
+        return []
+
+    def init_weights(self) -> None:
+        """Apply ``init_cfg``: None keeps the authors' initialisation, ``Pretrained`` reads any known file."""
+        configs: List[Dict[str, Any]] = [self.init_cfg] if isinstance(self.init_cfg, dict) else self.init_cfg or []
+        pretrained = [config for config in configs if config['type'] == 'Pretrained']
+        initialize(self, [config for config in configs if config['type'] != 'Pretrained'])
+        for config in pretrained:
+            load_pretrained(self, **{key: value for key, value in config.items() if key != 'type'})
+        self._is_init = True
+
+    def freeze_stages(self) -> None:
+        """Take the frozen parts out of training; a subclass calls it when it is built."""
+        for frozen in self.frozen_modules():
+            frozen.requires_grad_(False)
+            if isinstance(frozen, nn.Module):
+                frozen.eval()
+
+    def train(self, mode: bool = True) -> 'InLineBackbone':
+        super().train(mode)
+        self.freeze_stages()
+        return self
+
+
+def _resize_tables_before_loading(module: InLineBackbone, state_dict: Dict[str, Tensor], prefix: str, *_) -> None:
+    for name in module.resize_tables(state_dict, prefix):
+        print_log(f'resized {name} of the checkpoint to this model\'s map', logger='current')
+
+
+def init_as_authors(module: nn.Module) -> None:
+    """Initialise one module: linear layers truncated normal with deviation 0.02 and zero bias."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)

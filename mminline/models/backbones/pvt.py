@@ -1,0 +1,121 @@
+"""InLine-PVT: a pyramid of four stages, each a patch embedding, a position table and blocks."""
+from typing import Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from mminline.registry import MODELS
+
+from ..layers import (Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention,
+                      resize_position_table)
+from .base import (InLineBackbone, IntPair, check_attn_types, check_out_indices, check_per_stage,
+                   check_probability, init_as_authors, map_shape, resolve_arch, square_shape,
+                   to_size)
+
+ARCHS = {
+    'tiny': dict(embed_dims=(64, 128, 320, 512), num_heads=(2, 4, 10, 16), depths=(2, 2, 2, 2),
+                 mlp_ratios=(8, 8, 4, 4)),
+    'small': dict(embed_dims=(64, 128, 320, 512), num_heads=(2, 4, 10, 16), depths=(3, 4, 6, 3),
+                  mlp_ratios=(8, 8, 4, 4)),
+    'medium': dict(embed_dims=(64, 128, 320, 512), num_heads=(2, 4, 10, 16), depths=(3, 4, 18, 3),
+                   mlp_ratios=(8, 8, 4, 4)),
+    'large': dict(embed_dims=(64, 128, 320, 512), num_heads=(2, 4, 10, 16), depths=(3, 8, 27, 3),
+                  mlp_ratios=(8, 8, 4, 4)),
+}
+NUM_STAGES = 4
+STRIDES = (4, 8, 16, 32)
+PATCH_SIZES = (4, 2, 2, 2)
+SR_RATIOS = (8, 4, 2, 1)
+ATTENTIONS = {'inline': InLineAttention, 'linear': LinearAttention, 'softmax': SoftmaxAttention}
+
+
+@MODELS.register_module()
+class InLinePVT(InLineBackbone):
+    """PVT with InLine attention (`Bridging the Divide <https://arxiv.org/abs/2412.06590>`_).
+
+    Takes images of any size, padded at the bottom and right to the strides where they do not divide.
+    Stages after the last output do not exist, so every parameter gets a gradient.
+
+    Args:
+        arch: 'tiny', 'small', 'medium', 'large', or a dict with the keys ``embed_dims``, ``num_heads``,
+            ``depths`` and ``mlp_ratios``, four values each.
+        in_channels: Channels of the image.
+        attn_types: Attention of each stage: 'inline', 'softmax' (with PVT's spatial reduction
+            8, 4, 2, 1) or 'linear'.
+        out_indices: Stages whose maps are returned, of strides 4, 8, 16 and 32.
+        frozen_stages: Freezes the first patch embedding and position table (0) and the first stages
+            (1 ... 4); -1 freezes nothing.
+        drop_path_rate: Stochastic depth of the last block; earlier blocks ramp up to it from 0.
+        with_cp: Recompute blocks in the backward pass to save memory.
+        pretrain_img_size: Image size, in pixels, that the position tables are laid out for.
+        init_cfg: None, ``dict(type='Pretrained', checkpoint=..., min_matched=0.9)`` (see
+            :func:`mminline.models.pretrained.load_pretrained`), another mmengine initialiser, or a list.
+    """
+
+    def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3,
+                 attn_types: Sequence[str] = ('inline', 'inline', 'inline', 'inline'),
+                 out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
+                 drop_path_rate: float = 0., with_cp: bool = False, pretrain_img_size: IntPair = 224,
+                 init_cfg: Optional[Union[dict, List[dict]]] = None):
+        super().__init__(frozen_stages, NUM_STAGES, init_cfg)
+        settings = {name: check_per_stage(name, values, NUM_STAGES)
+                    for name, values in resolve_arch(arch, ARCHS).items()}
+        embed_dims, depths = settings['embed_dims'], settings['depths']
+        attn_types = check_attn_types(attn_types, NUM_STAGES, ATTENTIONS)
+        self.out_indices = check_out_indices(out_indices, NUM_STAGES)
+        self.num_stages = self.out_indices[-1] + 1
+        image_size = to_size('pretrain_img_size', pretrain_img_size)
+        self.table_shapes = [map_shape(image_size, stride) for stride in STRIDES[:self.num_stages]]
+        rates = torch.linspace(0, check_probability('drop_path_rate', drop_path_rate), sum(depths)).tolist()
+
+        for stage in range(self.num_stages):
+            patch_embed = PatchEmbed(
+                in_channels if stage == 0 else embed_dims[stage - 1], embed_dims[stage], PATCH_SIZES[stage],
+                norm_cfg=dict(type='LN', eps=1e-5))
+            height, width = self.table_shapes[stage]
+            pos_embed = nn.Parameter(torch.zeros(1, height * width, embed_dims[stage]))
+            nn.init.trunc_normal_(pos_embed, std=0.02)
+            options = dict(sr_ratio=SR_RATIOS[stage]) if attn_types[stage] == 'softmax' else {}
+            first = sum(depths[:stage])
+            blocks = nn.ModuleList(
+                Block(ATTENTIONS[attn_types[stage]](embed_dims[stage], settings['num_heads'][stage], **options),
+                      embed_dims[stage], settings['mlp_ratios'][stage], rate,
+                      norm_cfg=dict(type='LN', eps=1e-6), with_cp=with_cp)
+                for rate in rates[first:first + depths[stage]])
+            setattr(self, f'patch_embed{stage + 1}', patch_embed)
+            setattr(self, f'pos_embed{stage + 1}', pos_embed)
+            setattr(self, f'block{stage + 1}', blocks)
+        self.apply(init_as_authors)
+        self.freeze_stages()
+
+    def frozen_modules(self) -> List[Union[nn.Module, nn.Parameter]]:
+        frozen = []
+        if self.frozen_stages >= 0:
+            frozen += [self.patch_embed1, self.pos_embed1]
+        for stage in range(1, min(self.frozen_stages, self.num_stages) + 1):
+            frozen += [getattr(self, f'{name}{stage}') for name in ('patch_embed', 'pos_embed', 'block')]
+        return frozen
+
+    def resize_tables(self, state_dict: Dict[str, Tensor], prefix: str = '') -> List[str]:
+        resized = []
+        for stage, new_shape in enumerate(self.table_shapes, start=1):
+            name = f'{prefix}pos_embed{stage}'
+            table = state_dict.get(name)
+            if table is not None and table.dim() == 3 and table.shape[1] != new_shape[0] * new_shape[1]:
+                state_dict[name] = resize_position_table(table, square_shape(name, table.shape[1]), new_shape)
+                resized.append(name)
+        return resized
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        """Return the maps of ``out_indices``, (B, embed_dims, H, W) each, for images (B, C, height, width)."""
+        outs = []
+        for stage in range(self.num_stages):
+            x, hw_shape = getattr(self, f'patch_embed{stage + 1}')(x)
+            table = getattr(self, f'pos_embed{stage + 1}')
+            x = x + resize_position_table(table, self.table_shapes[stage], hw_shape)
+            for block in getattr(self, f'block{stage + 1}'):
+                x = block(x, hw_shape)
+            x = x.transpose(1, 2).unflatten(2, hw_shape)
+            if stage in self.out_indices:
+                outs.append(x)
+        return tuple(outs)

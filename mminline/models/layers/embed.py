@@ -1,0 +1,47 @@
+"""From pixels or maps to tokens, and the position tables added to them."""
+from typing import Tuple
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn import build_norm_layer
+from torch import Tensor, nn
+
+
+class PatchEmbed(nn.Module):
+    """Patches of patch_size x patch_size pixels to normalised tokens; any size, padded at the bottom and right.
+
+    Args:
+        in_channels: Channels of the image or map.
+        embed_dims: Channels of the tokens.
+        patch_size: Edge of a patch, and the stride.
+        norm_cfg: Config of the norm.
+    """
+
+    def __init__(self, in_channels: int, embed_dims: int, patch_size: int, norm_cfg: dict):
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv2d(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
+        self.norm = build_norm_layer(norm_cfg, embed_dims)[1]
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, Tuple[int, int]]:
+        """Return tokens (B, H*W, embed_dims) and (H, W) for (B, in_channels, height, width)."""
+        height, width = x.shape[-2:]
+        x = self.proj(F.pad(x, (0, -width % self.patch_size, 0, -height % self.patch_size)))
+        return self.norm(x.flatten(2).transpose(1, 2)), tuple(x.shape[-2:])
+
+
+def resize_position_table(table: Tensor, old_shape: Tuple[int, int], new_shape: Tuple[int, int],
+                          num_prefix_tokens: int = 0) -> Tensor:
+    """Resize a table of positions bilinearly, without corner alignment as in the official code.
+
+    Args:
+        table: (1, num_prefix_tokens + H*W, C).
+        old_shape, new_shape: (H, W) of the map before and after, in tokens.
+        num_prefix_tokens: Leading positions (of a class token) that are kept as they are.
+    """
+    if old_shape == new_shape:
+        return table
+    prefix, image = table[:, :num_prefix_tokens], table[:, num_prefix_tokens:]
+    image = image.transpose(1, 2).unflatten(2, old_shape)
+    image = F.interpolate(image, size=new_shape, mode='bilinear', align_corners=False)
+    return torch.cat([prefix, image.flatten(2).transpose(1, 2)], dim=1)

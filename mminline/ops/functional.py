@@ -1,7 +1,6 @@
 """The front door of InLine attention: checks, then the first backend that takes the input."""
 from typing import Optional, Sequence, Tuple
 
-import torch
 from torch import Tensor
 
 from .library import inline_attention_op

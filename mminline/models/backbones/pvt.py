@@ -6,11 +6,20 @@ from torch import Tensor, nn
 
 from mminline.registry import MODELS
 
-from ..layers import (Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention,
-                      resize_position_table)
-from .base import (InLineBackbone, IntPair, check_attn_types, check_out_indices, check_per_stage,
-                   check_probability, init_as_authors, map_shape, resolve_arch, square_shape,
-                   to_size)
+from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention, resize_position_table
+from .base import (
+    InLineBackbone,
+    IntPair,
+    check_attn_types,
+    check_out_indices,
+    check_per_stage,
+    check_probability,
+    init_as_authors,
+    map_shape,
+    resolve_arch,
+    square_shape,
+    to_size,
+)
 
 ARCHS = {
     'tiny': dict(embed_dims=(64, 128, 320, 512), num_heads=(2, 4, 10, 16), depths=(2, 2, 2, 2),

@@ -1,0 +1,1 @@
+"""What acts around the models during a run: hooks, optimiser wrappers and their constructors."""

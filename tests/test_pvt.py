@@ -101,7 +101,8 @@ def test_initialised_as_the_authors_do():
 
 
 def test_init_cfg_as_a_list():
-    backbone = build(init_cfg=[dict(type='Constant', layer='Linear', val=0.5), dict(type='Constant', layer='Conv1d', val=0)])
+    backbone = build(init_cfg=[dict(type='Constant', layer='Linear', val=0.5),
+                               dict(type='Constant', layer='Conv1d', val=0)])
     backbone.init_weights()
     assert (backbone.block1[0].attn.q.weight == 0.5).all()
     assert not backbone.block1[0].attn.residual[0].weight.any()

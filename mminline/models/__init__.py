@@ -1,4 +1,4 @@
 """Models of mminline; importing this registers them."""
-from .backbones import InLinePVT
+from .backbones import InLineCSwin, InLineDeiT, InLinePVT, InLineSwin
 
-__all__ = ['InLinePVT']
+__all__ = ['InLineCSwin', 'InLineDeiT', 'InLinePVT', 'InLineSwin']

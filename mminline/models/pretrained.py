@@ -80,14 +80,18 @@ def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = 0
     if not 0 <= min_matched <= 1:
         raise ValueError(f'min_matched must be in [0, 1], got {min_matched}')
     state_dict, source = read_state_dict(checkpoint)
+    for official, own in backbone.official_names().items():
+        if official in state_dict:
+            state_dict[own] = state_dict.pop(official)
     resized = backbone.resize_tables(state_dict)
-    own = dict(backbone.named_parameters())
-    fitting = {name for name, value in state_dict.items() if name in own and value.shape == own[name].shape}
+    parameters = dict(backbone.named_parameters())
+    fitting = {name for name in parameters.keys() & state_dict.keys()
+               if state_dict[name].shape == parameters[name].shape}
     report = LoadReport(
         source,
-        matched=tuple(name for name in own if name in fitting and name not in resized),
-        resized=tuple(name for name in own if name in fitting and name in resized),
-        missing=tuple(name for name in own if name not in fitting),
+        matched=tuple(name for name in parameters if name in fitting and name not in resized),
+        resized=tuple(name for name in parameters if name in fitting and name in resized),
+        missing=tuple(name for name in parameters if name not in fitting),
         unexpected=tuple(name for name in state_dict if name not in fitting))
     if report.fraction < min_matched:
         raise ValueError(f'these weights do not fit {type(backbone).__name__}, at least {min_matched:.0%} of the '

@@ -3,6 +3,8 @@ import math
 from difflib import get_close_matches
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
+import torch
+from mmcv.cnn import build_norm_layer
 from mmengine.logging import print_log
 from mmengine.model import BaseModule, initialize
 from torch import Tensor, nn
@@ -35,13 +37,24 @@ def check_per_stage(name: str, values: Sequence, num_stages: int) -> Tuple:
     return tuple(values)
 
 
-def check_attn_types(attn_types: Sequence[str], num_stages: int, known: Sequence[str]) -> Tuple[str, ...]:
-    """Return the attention kinds, one of ``known`` per stage."""
-    attn_types = check_per_stage('attn_types', attn_types, num_stages)
-    for kind in attn_types:
-        if kind not in known:
-            raise ValueError(f'attn_types must be of {sorted(known)}, got {kind!r}')
-    return attn_types
+def check_attn_types(attn_types: Sequence, depths: Sequence[int], known: Sequence[str]) -> List[Tuple[str, ...]]:
+    """Return the attention kind of every block of every stage.
+
+    Args:
+        attn_types: Per stage one kind for all of its blocks, or a tuple of one kind per block.
+        depths: Blocks of each stage.
+        known: The kinds there are.
+    """
+    per_block = []
+    for kinds, depth in zip(check_per_stage('attn_types', attn_types, len(depths)), depths):
+        kinds = (kinds,) * depth if isinstance(kinds, str) else tuple(kinds)
+        if len(kinds) != depth:
+            raise ValueError(f'attn_types of a stage must be one word or {depth}, one per block, got {kinds!r}')
+        for kind in kinds:
+            if kind not in known:
+                raise ValueError(f'attn_types must be of {sorted(known)}, got {kind!r}')
+        per_block.append(kinds)
+    return per_block
 
 
 def check_out_indices(out_indices: Sequence[int], num_stages: int) -> Tuple[int, ...]:
@@ -58,6 +71,12 @@ def check_probability(name: str, value: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f'{name} must be in [0, 1), got {value}')
     return value
+
+
+def drop_path_ramp(drop_path_rate: float, depths: Sequence[int]) -> List[List[float]]:
+    """Return the stochastic depth of every block of every stage, from 0 up to ``drop_path_rate``."""
+    rates = torch.linspace(0, check_probability('drop_path_rate', drop_path_rate), sum(depths))
+    return [part.tolist() for part in rates.split(list(depths))]
 
 
 def to_size(name: str, size: IntPair) -> Tuple[int, int]:
@@ -99,6 +118,10 @@ class InLineBackbone(BaseModule):
         """Return the modules and parameters that ``frozen_stages`` freezes."""
         raise NotImplementedError
 
+    def official_names(self) -> Dict[str, str]:
+        """Return what this backbone calls parameters that have another name in the official files."""
+        return {}
+
     def resize_tables(self, state_dict: Dict[str, Tensor], prefix: str = '') -> List[str]:
         """Resize tables in ``state_dict`` that were made for another size.
 
@@ -133,6 +156,32 @@ class InLineBackbone(BaseModule):
         return self
 
 
+class NormedPyramid(InLineBackbone):
+    """A pyramid of four stages whose output maps each have a LayerNorm, ``norm0`` ... ``norm3``.
+
+    The official files have one final norm, which is the last stage's; the others begin as identity.
+    """
+    NUM_STAGES = 4
+
+    def __init__(self, out_indices: Sequence[int], frozen_stages: int,
+                 init_cfg: Optional[Union[dict, List[dict]]]):
+        super().__init__(frozen_stages, self.NUM_STAGES, init_cfg)
+        self.out_indices = check_out_indices(out_indices, self.NUM_STAGES)
+        self.num_stages = self.out_indices[-1] + 1
+
+    def add_norms(self, embed_dims: Sequence[int]) -> None:
+        """Make the norms of the output maps; ``embed_dims`` are the channels of each stage."""
+        for index in self.out_indices:
+            self.add_module(f'norm{index}', build_norm_layer(dict(type='LN'), embed_dims[index])[1])
+
+    def normed_map(self, index: int, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
+        """Return output ``index`` as a map (B, C, H, W) for tokens (B, N, C)."""
+        return getattr(self, f'norm{index}')(x).transpose(1, 2).unflatten(2, hw_shape)
+
+    def official_names(self) -> Dict[str, str]:
+        return {f'norm.{name}': f'norm{self.NUM_STAGES - 1}.{name}' for name in ('weight', 'bias')}
+
+
 def _resize_tables_before_loading(module: InLineBackbone, state_dict: Dict[str, Tensor], prefix: str, *_) -> None:
     for name in module.resize_tables(state_dict, prefix):
         print_log(f'resized {name} of the checkpoint to this model\'s map', logger='current')
@@ -142,4 +191,5 @@ def init_as_authors(module: nn.Module) -> None:
     """Initialise one module: linear layers truncated normal with deviation 0.02 and zero bias."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

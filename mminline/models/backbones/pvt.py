@@ -13,7 +13,7 @@ from .base import (
     check_attn_types,
     check_out_indices,
     check_per_stage,
-    check_probability,
+    drop_path_ramp,
     init_as_authors,
     map_shape,
     resolve_arch,
@@ -49,8 +49,8 @@ class InLinePVT(InLineBackbone):
         arch: 'tiny', 'small', 'medium', 'large', or a dict with the keys ``embed_dims``, ``num_heads``,
             ``depths`` and ``mlp_ratios``, four values each.
         in_channels: Channels of the image.
-        attn_types: Attention of each stage: 'inline', 'softmax' (with PVT's spatial reduction
-            8, 4, 2, 1) or 'linear'.
+        attn_types: Attention of each stage, or a tuple of its blocks: 'inline', 'softmax' (with PVT's
+            spatial reduction 8, 4, 2, 1) or 'linear'.
         out_indices: Stages whose maps are returned, of strides 4, 8, 16 and 32.
         frozen_stages: Freezes the first patch embedding and position table (0) and the first stages
             (1 ... 4); -1 freezes nothing.
@@ -70,12 +70,12 @@ class InLinePVT(InLineBackbone):
         settings = {name: check_per_stage(name, values, NUM_STAGES)
                     for name, values in resolve_arch(arch, ARCHS).items()}
         embed_dims, depths = settings['embed_dims'], settings['depths']
-        attn_types = check_attn_types(attn_types, NUM_STAGES, ATTENTIONS)
+        attn_types = check_attn_types(attn_types, depths, ATTENTIONS)
         self.out_indices = check_out_indices(out_indices, NUM_STAGES)
         self.num_stages = self.out_indices[-1] + 1
         image_size = to_size('pretrain_img_size', pretrain_img_size)
         self.table_shapes = [map_shape(image_size, stride) for stride in STRIDES[:self.num_stages]]
-        rates = torch.linspace(0, check_probability('drop_path_rate', drop_path_rate), sum(depths)).tolist()
+        rates = drop_path_ramp(drop_path_rate, depths)
 
         for stage in range(self.num_stages):
             patch_embed = PatchEmbed(
@@ -84,13 +84,12 @@ class InLinePVT(InLineBackbone):
             height, width = self.table_shapes[stage]
             pos_embed = nn.Parameter(torch.zeros(1, height * width, embed_dims[stage]))
             nn.init.trunc_normal_(pos_embed, std=0.02)
-            options = dict(sr_ratio=SR_RATIOS[stage]) if attn_types[stage] == 'softmax' else {}
-            first = sum(depths[:stage])
-            blocks = nn.ModuleList(
-                Block(ATTENTIONS[attn_types[stage]](embed_dims[stage], settings['num_heads'][stage], **options),
-                      embed_dims[stage], settings['mlp_ratios'][stage], rate,
-                      norm_cfg=dict(type='LN', eps=1e-6), with_cp=with_cp)
-                for rate in rates[first:first + depths[stage]])
+            blocks = nn.ModuleList()
+            for kind, rate in zip(attn_types[stage], rates[stage]):
+                options = dict(sr_ratio=SR_RATIOS[stage]) if kind == 'softmax' else {}
+                attn = ATTENTIONS[kind](embed_dims[stage], settings['num_heads'][stage], **options)
+                blocks.append(Block(attn, embed_dims[stage], settings['mlp_ratios'][stage], rate,
+                                    norm_cfg=dict(type='LN', eps=1e-6), with_cp=with_cp))
             setattr(self, f'patch_embed{stage + 1}', patch_embed)
             setattr(self, f'pos_embed{stage + 1}', pos_embed)
             setattr(self, f'block{stage + 1}', blocks)

@@ -1,7 +1,10 @@
 """Layers that shape tokens around the attention op."""
-from .attention import InLineAttention, LinearAttention, LocalKernels, SoftmaxAttention
+from .attention import InLineAttention, LinearAttention, SoftmaxAttention
 from .block import Block
-from .embed import PatchEmbed, resize_position_table
+from .cswin_block import CSwinBlock, InLineBranch, LinearBranch, StripeBranch
+from .embed import PatchEmbed, pad_to_multiple, resize_position_table
+from .windows import WindowAttention, pad_map
 
-__all__ = ['Block', 'InLineAttention', 'LinearAttention', 'LocalKernels', 'PatchEmbed', 'SoftmaxAttention',
+__all__ = ['Block', 'CSwinBlock', 'InLineAttention', 'InLineBranch', 'LinearAttention', 'LinearBranch', 'PatchEmbed',
+           'SoftmaxAttention', 'StripeBranch', 'WindowAttention', 'pad_map', 'pad_to_multiple',
            'resize_position_table']

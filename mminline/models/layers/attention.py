@@ -21,10 +21,19 @@ class LocalKernels(nn.Sequential):
             nn.GELU(),
             nn.Conv1d(embed_dims, embed_dims * 9, kernel_size=1, groups=num_heads))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return (B, C, 3, 3) for tokens (B, N, C)."""
-        kernels = super().forward(tokens.mean(dim=1).unsqueeze(-1))
-        return kernels.reshape(tokens.shape[0], tokens.shape[2], 3, 3)
+    def forward(self, mean_token: Tensor) -> Tensor:
+        """Return (B, C, 3, 3) for the mean token of each image, (B, C)."""
+        return super().forward(mean_token.unsqueeze(-1)).reshape(*mean_token.shape, 3, 3)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """View (B, N, C) as (B, num_heads, N, head_dim)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """Copy (B, num_heads, N, head_dim) to (B, N, C)."""
+    return x.transpose(1, 2).flatten(2)
 
 
 class MultiheadAttention(nn.Module):
@@ -57,10 +66,6 @@ class MultiheadAttention(nn.Module):
             return self.qkv(x).chunk(3, dim=-1)
         return (self.q(x), *self.kv(x).chunk(2, dim=-1))
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """View (B, N, C) as (B, num_heads, N, head_dim)."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
 
 class InLineAttention(MultiheadAttention):
     """InLine attention (equations 5 and 6 of the paper), linear in N.
@@ -79,23 +84,26 @@ class InLineAttention(MultiheadAttention):
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         q, k, v = self.project(x)
-        local_weight = self.residual(x) if self.residual is not None else None
+        local_weight = self.residual(x.mean(dim=1)) if self.residual is not None else None
         out = inline_attention(q, k, v, self.num_heads, local_weight=local_weight, hw_shape=hw_shape,
                                num_prefix_tokens=self.num_prefix_tokens, center=self.center)
         return self.proj(out)
 
 
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain kernel linear attention with elu + 1 features, normalised, on heads (..., N, head_dim)."""
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    # Means instead of sums over the tokens: the ratio is the same, and half types do not overflow.
+    weighted_values = k.transpose(-2, -1) @ (v / v.shape[-2])
+    return q @ weighted_values / (q @ k.mean(dim=-2).unsqueeze(-1))
+
+
 class LinearAttention(MultiheadAttention):
-    """Plain kernel linear attention: elu + 1 features, normalised, no local term; linear in N."""
+    """Plain kernel linear attention without a local term, linear in N."""
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
-        q, k, v = (self.split_heads(part) for part in self.project(x))
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        # Means instead of sums over the tokens: the ratio is the same, and half types do not overflow.
-        weighted_values = k.transpose(-2, -1) @ (v / v.shape[-2])
-        normaliser = q @ k.mean(dim=-2).unsqueeze(-1)
-        out = q @ weighted_values / normaliser
-        return self.proj(out.transpose(1, 2).flatten(2))
+        out = linear_attention(*(split_heads(part, self.num_heads) for part in self.project(x)))
+        return self.proj(merge_heads(out))
 
 
 class SoftmaxAttention(MultiheadAttention):
@@ -129,5 +137,5 @@ class SoftmaxAttention(MultiheadAttention):
             q, (k, v) = self.q(x), self.kv(self.reduce(x, hw_shape)).chunk(2, dim=-1)
         else:
             q, k, v = self.project(x)
-        out = F.scaled_dot_product_attention(*(self.split_heads(part) for part in (q, k, v)))
-        return self.proj(out.transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(*(split_heads(part, self.num_heads) for part in (q, k, v)))
+        return self.proj(merge_heads(out))

@@ -43,8 +43,12 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
         self.with_cp = with_cp
 
+    def attend(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
+        """Return the attention branch of tokens (B, N, C)."""
+        return self.attn(self.norm1(x), hw_shape)
+
     def _forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), hw_shape))
+        x = x + self.drop_path(self.attend(x, hw_shape))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:

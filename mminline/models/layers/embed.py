@@ -1,10 +1,16 @@
 """From pixels or maps to tokens, and the position tables added to them."""
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from torch import Tensor, nn
+
+
+def pad_to_multiple(x: Tensor, divisor: int) -> Tensor:
+    """Pad (B, C, height, width) with zeros at the bottom and right until ``divisor`` divides both sizes."""
+    height, width = x.shape[-2:]
+    return F.pad(x, (0, -width % divisor, 0, -height % divisor))
 
 
 class PatchEmbed(nn.Module):
@@ -14,19 +20,18 @@ class PatchEmbed(nn.Module):
         in_channels: Channels of the image or map.
         embed_dims: Channels of the tokens.
         patch_size: Edge of a patch, and the stride.
-        norm_cfg: Config of the norm.
+        norm_cfg: Config of the norm, or None for no norm.
     """
 
-    def __init__(self, in_channels: int, embed_dims: int, patch_size: int, norm_cfg: dict):
+    def __init__(self, in_channels: int, embed_dims: int, patch_size: int, norm_cfg: Optional[dict]):
         super().__init__()
         self.patch_size = patch_size
         self.proj = nn.Conv2d(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
-        self.norm = build_norm_layer(norm_cfg, embed_dims)[1]
+        self.norm = nn.Identity() if norm_cfg is None else build_norm_layer(norm_cfg, embed_dims)[1]
 
     def forward(self, x: Tensor) -> Tuple[Tensor, Tuple[int, int]]:
         """Return tokens (B, H*W, embed_dims) and (H, W) for (B, in_channels, height, width)."""
-        height, width = x.shape[-2:]
-        x = self.proj(F.pad(x, (0, -width % self.patch_size, 0, -height % self.patch_size)))
+        x = self.proj(pad_to_multiple(x, self.patch_size))
         return self.norm(x.flatten(2).transpose(1, 2)), tuple(x.shape[-2:])
 
 

@@ -1,16 +1,22 @@
 """The pure PyTorch path of InLine attention: CPU, and any device the CUDA kernels decline.
 
-It never forms an (N, N) or second (N, C) intermediate that could be avoided: one pass over k and v gives
-their means and their covariance per head, one pass over q and v gives the output.
+One pass over k and v gives their means and their covariance per head, one pass over q and v the output. It
+works image by image and head by head: each product is then one matrix product on views, without the copies
+that a batched product of permuted heads makes, and the local term one depthwise convolution with the
+image's own kernels. docs/op.md has the other forms that were tried, with figures.
 """
-from typing import List, Optional, Sequence, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens centred at a time: the centred copies of k and v then stay in the cache.
-CHUNK_TOKENS = 2048
+# Elements that are worked on at a time. Centred keys stay in a core's cache; outputs leave it anyway, but a
+# temporary of this size is memory that is used again, not pages that the system must clear.
+STATISTICS_CHUNK = 2 ** 19
+OUTPUT_CHUNK = 2 ** 22
+# About so many tokens, spread over the map, give the value that keys are shifted by.
+SAMPLE_TOKENS = 64
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -18,32 +24,69 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """View (B, N, C) as (B, num_heads, N, head_dim)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    """View (N, C) as (num_heads, N, head_dim)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(0, 1)
 
 
-def _merge_heads(x: Tensor) -> Tensor:
-    """Copy (B, num_heads, N, head_dim) to (B, N, C)."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def _as_maps(x: Tensor, hw_shape: Sequence[int], num_prefix_tokens: int) -> Tensor:
-    """View the image tokens of (B, N, C) as NCHW maps in channels-last memory."""
-    return x[:, num_prefix_tokens:].unflatten(1, tuple(hw_shape)).permute(0, 3, 1, 2)
-
-
-def _centred_product(x: Tensor, y: Tensor, mean_x: Tensor, mean_y: Tensor, num_heads: int) -> Tensor:
-    """Return sum over tokens of (x - mean_x)^T (y - mean_y) per head, (B, num_heads, head_dim, head_dim)."""
-    batch, num_tokens, channels = x.shape
+def _head_slices(channels: int, num_heads: int) -> Iterator[Tuple[int, slice]]:
+    """Yield each head's number and its channels."""
     head_dim = channels // num_heads
-    total = mean_x.new_zeros(batch, num_heads, head_dim, head_dim)
-    for start in range(0, num_tokens, CHUNK_TOKENS):
-        chunk = slice(start, start + CHUNK_TOKENS)
-        x_centred = _split_heads(x[:, chunk] - mean_x[:, None], num_heads)
-        y_centred = _split_heads(y[:, chunk] - mean_y[:, None], num_heads)
-        total += x_centred.transpose(-2, -1) @ y_centred
-    return total
+    for head in range(num_heads):
+        yield head, slice(head * head_dim, (head + 1) * head_dim)
+
+
+def _as_map(x: Tensor, hw_shape: Sequence[int], num_prefix_tokens: int) -> Tensor:
+    """View the image tokens of one image (N, C) as a map (1, C, H, W) in channels-last memory."""
+    height, width = hw_shape
+    return x[None, num_prefix_tokens:].unflatten(1, (height, width)).permute(0, 3, 1, 2)
+
+
+def _statistics(k: Tensor, v: Tensor, num_heads: int, center: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """Return Cov(k, v) (num_heads, head_dim, head_dim), mean(k) and mean(v) (C,) of one image's (N, C).
+
+    Keys are shifted by an estimate of their mean, and the product is corrected by what the estimate missed:
+    Cov(k, v) = mean((k - a) v^T) - (mean(k) - a) mean(v)^T for any a. Without the shift, a mean far from zero
+    would cancel the digits of the covariance.
+    """
+    num_tokens, channels = k.shape
+    dtype = statistics_dtype(k.dtype)
+    shift = k.new_zeros(channels, dtype=dtype)
+    if center:
+        shift = k[::max(1, num_tokens // SAMPLE_TOKENS)].mean(0, dtype=dtype)
+    product = shift.new_zeros(num_heads, channels // num_heads, channels // num_heads)
+    sum_k, sum_v = torch.zeros_like(shift), torch.zeros_like(shift)
+    chunk = max(1, min(STATISTICS_CHUNK // channels, num_tokens))
+    buffer = shift.new_empty(chunk, channels)
+    for start in range(0, num_tokens, chunk):
+        k_chunk = k[start:start + chunk]
+        k_chunk = torch.sub(k_chunk, shift, out=buffer[:len(k_chunk)])
+        v_chunk = v[start:start + chunk].to(dtype)
+        product.baddbmm_(_heads(k_chunk, num_heads).transpose(1, 2), _heads(v_chunk, num_heads))
+        if center:
+            sum_k += k_chunk.sum(0)
+            sum_v += v_chunk.sum(0)
+    mean_k, mean_v = sum_k / num_tokens, sum_v / num_tokens
+    covariance = product / num_tokens - mean_k.view(num_heads, -1, 1) * mean_v.view(num_heads, 1, -1)
+    return covariance, shift + mean_k, mean_v
+
+
+def _output_rows(q: Tensor, v: Tensor, kernels: Optional[Tensor], weights: Tensor, mean_v: Tensor,
+                 hw_shape: Sequence[int], num_prefix_tokens: int, top: int, bottom: int) -> Tensor:
+    """Return mean_v + local term + q @ weights for the tokens of some rows of one image's map, in fp32 or fp64."""
+    height, width = hw_shape
+    tokens = slice(num_prefix_tokens + top * width, num_prefix_tokens + bottom * width)
+    if kernels is None:
+        out = mean_v.repeat(tokens.stop - tokens.start, 1)
+    else:
+        # One more row on each side; the rows that the zero padding spoils are cut off.
+        above, below = max(top - 1, 0), min(bottom + 1, height)
+        neighbourhood = _as_map(v, hw_shape, num_prefix_tokens)[:, :, above:below].to(mean_v.dtype)
+        local = F.conv2d(neighbourhood, kernels, mean_v, padding=1, groups=len(mean_v))
+        out = local[0, :, top - above:bottom - above].permute(1, 2, 0).flatten(0, 1)
+    for head, part in _head_slices(len(mean_v), len(weights)):
+        out[:, part].addmm_(q[tokens, part].to(mean_v.dtype), weights[head])
+    return out
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num_heads: int, scale: float,
@@ -53,53 +96,77 @@ def forward(q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num
 
     With ``center=False`` the means are zeros, and the covariance is the plain second moment.
     """
-    dtype = statistics_dtype(q.dtype)
-    if center:
-        mean_k, mean_v = k.mean(1, dtype=dtype), v.mean(1, dtype=dtype)
-    else:
-        mean_k = mean_v = k.new_zeros(k.shape[0], k.shape[2], dtype=dtype)
-        mean_v = mean_k.clone()
-    covariance = _centred_product(k, v, mean_k, mean_v, num_heads) / k.shape[1]
-    out = _merge_heads(_split_heads(q, num_heads).to(dtype) @ (scale * covariance))
-    out += mean_v[:, None]
-    if local_weight is not None:
-        maps = _as_maps(v, hw_shape, num_prefix_tokens)
-        out_maps = _as_maps(out, hw_shape, num_prefix_tokens)
-        for image, kernel, out_image in zip(maps, local_weight, out_maps):
-            out_image += F.conv2d(image[None], kernel[:, None], padding=1, groups=kernel.shape[0])[0]
-    return out.to(q.dtype), covariance, mean_k, mean_v
+    covariance, mean_k, mean_v = (torch.stack(parts) for parts in zip(*(
+        _statistics(k_image, v_image, num_heads, center) for k_image, v_image in zip(k, v))))
+    out = _output(q, v, local_weight, scale * covariance, mean_v, hw_shape, num_prefix_tokens)
+    return out, covariance, mean_k, mean_v
+
+
+def _output(q: Tensor, v: Tensor, local_weight: Optional[Tensor], weights: Tensor, mean_v: Tensor,
+            hw_shape: Optional[Sequence[int]], num_prefix_tokens: int) -> Tensor:
+    """Return mean_v + local term + q @ weights, (B, N, C) in q's type, rounded once."""
+    batch, num_tokens, channels = q.shape
+    # Without a local term the map's shape does not matter.
+    height, width = (num_tokens - num_prefix_tokens, 1) if local_weight is None else hw_shape
+    rows = max(1, OUTPUT_CHUNK // (channels * width))
+    kernels = [None] * batch if local_weight is None else local_weight[:, :, None].to(weights.dtype)
+    if batch == 1 and rows >= height and num_prefix_tokens == 0:  # one part: no copy
+        return _output_rows(q[0], v[0], kernels[0], weights[0], mean_v[0], (height, width), 0, 0,
+                            height)[None].to(q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for image in range(batch):
+        if num_prefix_tokens:
+            out[image, :num_prefix_tokens] = _output_rows(
+                q[image], v[image], None, weights[image], mean_v[image], (num_prefix_tokens, 1), 0, 0,
+                num_prefix_tokens)
+        for top in range(0, height, rows):
+            bottom = min(top + rows, height)
+            tokens = slice(num_prefix_tokens + top * width, num_prefix_tokens + bottom * width)
+            out[image, tokens] = _output_rows(
+                q[image], v[image], kernels[image], weights[image], mean_v[image], (height, width),
+                num_prefix_tokens, top, bottom)
+    return out
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], covariance: Tensor,
              mean_k: Tensor, mean_v: Tensor, num_heads: int, scale: float, hw_shape: Optional[Sequence[int]],
              num_prefix_tokens: int, center: bool) -> List[Tensor]:
-    """Return the gradients of q, k, v and, if there is one, local_weight.
-
-    The means need no gradient of their own: centring is a projection, so its transpose applied to
-    centred factors changes nothing.
-    """
+    """Return the gradients of q, k, v and, if there is one, local_weight."""
     dtype = covariance.dtype
-    num_tokens = q.shape[1]
-    zero = torch.zeros_like(mean_k)
-    grad_heads = _split_heads(grad, num_heads).to(dtype)
-    grad_q = _merge_heads(grad_heads @ (scale * covariance).transpose(-2, -1)).to(q.dtype)
-    grad_covariance = _centred_product(q, grad, zero, zero, num_heads) * (scale / num_tokens)
-    grad_k = _merge_heads(_split_heads(v - mean_v[:, None], num_heads) @ grad_covariance.transpose(-2, -1))
-    grad_v = _merge_heads(_split_heads(k - mean_k[:, None], num_heads) @ grad_covariance)
-    if center:
-        grad_v += grad.mean(1, dtype=dtype)[:, None]
-    grads = [grad_q, grad_k.to(k.dtype), grad_v]
-    if local_weight is not None:
-        grad_weight = torch.empty_like(local_weight)
-        maps = _as_maps(v, hw_shape, num_prefix_tokens)
-        grad_maps = _as_maps(grad, hw_shape, num_prefix_tokens)
-        grad_v_maps = _as_maps(grad_v, hw_shape, num_prefix_tokens)
-        for index, kernel in enumerate(local_weight):
-            grad_input, grad_kernel, _ = torch.ops.aten.convolution_backward(
-                grad_maps[index, None], maps[index, None], kernel[:, None], None, [1, 1], [1, 1], [1, 1],
-                False, [0, 0], kernel.shape[0], [True, True, False])
-            grad_v_maps[index] += grad_input[0]
-            grad_weight[index] = grad_kernel[:, 0]
-        grads.append(grad_weight)
-    grads[2] = grads[2].to(v.dtype)
+    inputs = (q, k, v) if local_weight is None else (q, k, v, local_weight)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    for image in range(len(q)):
+        kernels = None if local_weight is None else local_weight[image, :, None].to(dtype)
+        # Narrower types are rounded once, from gradients in the type of the statistics.
+        outs = [whole[image] if whole.dtype == dtype else torch.empty_like(whole[image], dtype=dtype)
+                for whole in grads]
+        _backward_of_image(
+            *(x[image].to(dtype) for x in (grad, q, k, v)), kernels, covariance[image], mean_k[image],
+            mean_v[image], num_heads, scale, hw_shape, num_prefix_tokens, center, *outs)
+        for whole, out in zip(grads, outs):
+            if whole.dtype != dtype:
+                whole[image] = out
     return grads
+
+
+def _backward_of_image(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kernels: Optional[Tensor], covariance: Tensor,
+                       mean_k: Tensor, mean_v: Tensor, num_heads: int, scale: float,
+                       hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool,
+                       grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_kernels: Optional[Tensor] = None) -> None:
+    """Write the gradients of one image's (N, C) to ``grad_*``, all in the type of the statistics."""
+    num_tokens, channels = q.shape
+    # The gradient of the covariance, divided by N.
+    product = _heads(q, num_heads).transpose(1, 2) @ _heads(grad, num_heads) * (scale / num_tokens)
+    mean_grad = grad.sum(0) / num_tokens if center else torch.zeros_like(mean_v)
+    for head, part in _head_slices(channels, num_heads):
+        # (v - mean(v)) @ product^T as v @ product^T plus a constant: the centred copy is never made.
+        to_k, to_v = product[head].t(), product[head]
+        torch.mm(grad[:, part], scale * covariance[head].t(), out=grad_q[:, part])
+        torch.addmm(-mean_v[part] @ to_k, v[:, part], to_k, out=grad_k[:, part])
+        torch.addmm(mean_grad[part] - mean_k[part] @ to_v, k[:, part], to_v, out=grad_v[:, part])
+    if kernels is not None:
+        v_map, grad_map, grad_v_map = (_as_map(x, hw_shape, num_prefix_tokens) for x in (v, grad, grad_v))
+        from_local, from_kernels, _ = torch.ops.aten.convolution_backward(
+            grad_map, v_map, kernels, None, [1, 1], [1, 1], [1, 1], False, [0, 0], channels, [True, True, False])
+        grad_v_map += from_local
+        grad_kernels.copy_(from_kernels[:, 0])

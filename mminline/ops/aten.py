@@ -37,7 +37,7 @@ def _head_slices(channels: int, num_heads: int) -> Iterator[Tuple[int, slice]]:
 
 
 def _as_map(x: Tensor, hw_shape: Sequence[int], num_prefix_tokens: int) -> Tensor:
-    """View the image tokens of one image (N, C) as a map (1, C, H, W) in channels-last memory."""
+    """View the image tokens of one image (N, C) as a map (1, C, H, W), channels-last where C is contiguous."""
     height, width = hw_shape
     return x[None, num_prefix_tokens:].unflatten(1, (height, width)).permute(0, 3, 1, 2)
 
@@ -82,6 +82,8 @@ def _output_rows(q: Tensor, v: Tensor, kernels: Optional[Tensor], weights: Tenso
         # One more row on each side; the rows that the zero padding spoils are cut off.
         above, below = max(top - 1, 0), min(bottom + 1, height)
         neighbourhood = _as_map(v, hw_shape, num_prefix_tokens)[:, :, above:below].to(mean_v.dtype)
+        # A slice of a joint projection is no channels-last map; left to itself the convolution goes by NCHW.
+        neighbourhood = neighbourhood.contiguous(memory_format=torch.channels_last)
         local = F.conv2d(neighbourhood, kernels, mean_v, padding=1, groups=len(mean_v))
         out = local[0, :, top - above:bottom - above].permute(1, 2, 0).flatten(0, 1)
     for head, part in _head_slices(len(mean_v), len(weights)):
@@ -96,8 +98,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num
 
     With ``center=False`` the means are zeros, and the covariance is the plain second moment.
     """
-    covariance, mean_k, mean_v = (torch.stack(parts) for parts in zip(*(
-        _statistics(k_image, v_image, num_heads, center) for k_image, v_image in zip(k, v))))
+    batch, _, channels = k.shape
+    dtype = statistics_dtype(k.dtype)
+    covariance = k.new_empty(batch, num_heads, channels // num_heads, channels // num_heads, dtype=dtype)
+    # Two tensors: outputs of an operator of torch.library may not share memory.
+    mean_k, mean_v = (k.new_empty(batch, channels, dtype=dtype) for _ in range(2))
+    for image in range(batch):
+        covariance[image], mean_k[image], mean_v[image] = _statistics(k[image], v[image], num_heads, center)
     out = _output(q, v, local_weight, scale * covariance, mean_v, hw_shape, num_prefix_tokens)
     return out, covariance, mean_k, mean_v
 
@@ -166,6 +173,7 @@ def _backward_of_image(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kernels: O
         torch.addmm(mean_grad[part] - mean_k[part] @ to_v, k[:, part], to_v, out=grad_v[:, part])
     if kernels is not None:
         v_map, grad_map, grad_v_map = (_as_map(x, hw_shape, num_prefix_tokens) for x in (v, grad, grad_v))
+        v_map, grad_map = (x.contiguous(memory_format=torch.channels_last) for x in (v_map, grad_map))
         from_local, from_kernels, _ = torch.ops.aten.convolution_backward(
             grad_map, v_map, kernels, None, [1, 1], [1, 1], [1, 1], False, [0, 0], channels, [True, True, False])
         grad_v_map += from_local

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mminline.ops import inline_attention
 
+from .token_blocks import map_token_blocks
+
 
 class LocalKernels(nn.Sequential):
     """Predicts the 3x3 kernel of every channel from an image's mean token, each head from its own part."""
@@ -62,6 +64,9 @@ class MultiheadAttention(nn.Module):
 
     def project(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, (B, N, C) each."""
+        return map_token_blocks(self._project, x, width=3 * x.shape[-1])
+
+    def _project(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         if self.joint_qkv:
             return self.qkv(x).chunk(3, dim=-1)
         return (self.q(x), *self.kv(x).chunk(2, dim=-1))

@@ -7,6 +7,8 @@ from mmcv.cnn.bricks import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .token_blocks import map_token_blocks
+
 
 class MLP(nn.Module):
     """Two linear layers with a GELU between, on tokens (..., C)."""
@@ -47,9 +49,14 @@ class Block(nn.Module):
         """Return the attention branch of tokens (B, N, C)."""
         return self.attn(self.norm1(x), hw_shape)
 
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
     def _forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         x = x + self.drop_path(self.attend(x, hw_shape))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        if self.training:  # stochastic depth goes by image, not by token
+            return self._feed_forward(x)
+        return map_token_blocks(self._feed_forward, x, width=self.mlp.fc1.out_features)
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         if self.with_cp and torch.is_grad_enabled():

@@ -166,6 +166,7 @@ def train(cfg: Config, *, resume: Optional[str] = None, amp: bool = False, auto_
     if resume:
         cfg.resume = True
         cfg.load_from = None if resume == 'auto' else resume
+        cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type='mminline.ResumeGuardHook')]
     check_names(cfg)
     check_files(cfg, 'train')
     with _unknown_names_explained():

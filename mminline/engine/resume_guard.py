@@ -12,7 +12,7 @@ class ResumeGuardHook(Hook):
 
     Weights of another image size can be loaded, since position tables are resized, but the optimiser's
     state cannot follow them: without this hook the first step would fail deep inside the optimiser.
-    ``tools/train.py`` adds it to every run.
+    ``tools/train.py --resume`` adds it.
     """
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:

@@ -75,7 +75,8 @@ def check_probability(name: str, value: float) -> float:
 
 def drop_path_ramp(drop_path_rate: float, depths: Sequence[int]) -> List[List[float]]:
     """Return the stochastic depth of every block of every stage, from 0 up to ``drop_path_rate``."""
-    rates = torch.linspace(0, check_probability('drop_path_rate', drop_path_rate), sum(depths))
+    # The rates are numbers even where the model is built without memory, under torch.device('meta').
+    rates = torch.linspace(0, check_probability('drop_path_rate', drop_path_rate), sum(depths), device='cpu')
     return [part.tolist() for part in rates.split(list(depths))]
 
 

@@ -59,6 +59,9 @@ class InLineCSwin(NormedPyramid):
         in_channels: Channels of the image.
         attn_types: Attention of each stage, or a tuple of its blocks: 'inline', 'softmax' or 'linear'.
             Default: those of ``arch``.
+        local_term: Inline blocks add the local term, a 3x3 convolution with kernels made from the image;
+            ``get_v`` does not depend on it.
+        center: Inline blocks subtract the means that make their attention injective.
         split_size: Thickness of a softmax stripe of stage 3 in tokens; 12 for the weights made at 384 pixels.
         out_indices: Stages whose maps are returned, of strides 4, 8, 16 and 32, each normalised.
         frozen_stages: Freezes the patch embedding (0) and the first stages (1 ... 4); -1 freezes nothing.
@@ -68,8 +71,8 @@ class InLineCSwin(NormedPyramid):
     """
 
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3,
-                 attn_types: Optional[Sequence] = None, split_size: int = 7,
-                 out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
+                 attn_types: Optional[Sequence] = None, local_term: bool = True, center: bool = True,
+                 split_size: int = 7, out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
                  drop_path_rate: float = 0., with_cp: bool = False,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
         super().__init__(out_indices, frozen_stages, init_cfg)
@@ -78,6 +81,7 @@ class InLineCSwin(NormedPyramid):
         if split_size < 1:
             raise ValueError(f'split_size must be positive, got {split_size}')
         self.split_sizes = (*EARLY_SPLIT_SIZES, split_size, None)
+        self.inline_options = dict(local_term=local_term, center=center)
         embed_dims, depths = settings['embed_dims'], settings['depths']
         kinds = check_attn_types(attn_types or settings['attn_types'], depths, KINDS)
         rates = drop_path_ramp(drop_path_rate, depths)
@@ -97,10 +101,9 @@ class InLineCSwin(NormedPyramid):
         self.apply(init_as_authors)
         self.freeze_stages()
 
-    @staticmethod
-    def _make_branches(kind: str, embed_dims: int, num_heads: int, split_size: Optional[int]) -> tuple:
+    def _make_branches(self, kind: str, embed_dims: int, num_heads: int, split_size: Optional[int]) -> tuple:
         if kind == 'inline':
-            return (InLineBranch(embed_dims, num_heads),)
+            return (InLineBranch(embed_dims, num_heads, **self.inline_options),)
         if kind == 'linear':
             return (LinearBranch(embed_dims, num_heads),)
         if split_size is None:

@@ -46,6 +46,8 @@ class InLineDeiT(InLineBackbone):
         in_channels: Channels of the image.
         attn_types: One stage: one kind for all blocks, or one tuple of a kind per block; 'inline', 'softmax'
             or 'linear'.
+        local_term: Inline blocks add the local term, a 3x3 convolution with kernels made from the image.
+        center: Inline blocks subtract the means that make their attention injective.
         out_indices: Blocks whose maps are returned; the last of them goes through the final norm.
         frozen_stages: Freezes the embedding (0) and the first blocks (1 ... depth); -1 freezes nothing.
         drop_path_rate: Stochastic depth of the last block; earlier blocks ramp up to it from 0.
@@ -56,8 +58,9 @@ class InLineDeiT(InLineBackbone):
     """
 
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3, attn_types: Sequence = ('inline',),
-                 out_indices: Sequence[int] = (11,), frozen_stages: int = -1, drop_path_rate: float = 0.,
-                 with_cp: bool = False, pretrain_img_size: Optional[IntPair] = None,
+                 local_term: bool = True, center: bool = True, out_indices: Sequence[int] = (11,),
+                 frozen_stages: int = -1, drop_path_rate: float = 0., with_cp: bool = False,
+                 pretrain_img_size: Optional[IntPair] = None,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
         settings = resolve_arch(arch, ARCHS)
         embed_dims, depth = settings['embed_dims'], settings['depth']
@@ -73,9 +76,11 @@ class InLineDeiT(InLineBackbone):
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.table_shape[0] * self.table_shape[1], embed_dims))
         for parameter in (self.cls_token, self.pos_embed):
             nn.init.trunc_normal_(parameter, std=0.02)
+        options = dict(inline=dict(local_term=local_term, center=center), linear={}, softmax={})
         self.blocks = nn.ModuleList()
         for kind, rate in zip(kinds[:self.out_indices[-1] + 1], rates):
-            attn = ATTENTIONS[kind](embed_dims, settings['num_heads'], joint_qkv=True, num_prefix_tokens=1)
+            attn = ATTENTIONS[kind](embed_dims, settings['num_heads'], joint_qkv=True, num_prefix_tokens=1,
+                                    **options[kind])
             self.blocks.append(Block(attn, embed_dims, MLP_RATIO, rate, NORM, with_cp))
         self.norm = build_norm_layer(NORM, embed_dims)[1]
         self.apply(init_as_authors)

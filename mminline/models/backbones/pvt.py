@@ -51,6 +51,8 @@ class InLinePVT(InLineBackbone):
         in_channels: Channels of the image.
         attn_types: Attention of each stage, or a tuple of its blocks: 'inline', 'softmax' (with PVT's
             spatial reduction 8, 4, 2, 1) or 'linear'.
+        local_term: Inline blocks add the local term, a 3x3 convolution with kernels made from the image.
+        center: Inline blocks subtract the means that make their attention injective.
         out_indices: Stages whose maps are returned, of strides 4, 8, 16 and 32.
         frozen_stages: Freezes the first patch embedding and position table (0) and the first stages
             (1 ... 4); -1 freezes nothing.
@@ -63,8 +65,9 @@ class InLinePVT(InLineBackbone):
 
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3,
                  attn_types: Sequence[str] = ('inline', 'inline', 'inline', 'inline'),
-                 out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
-                 drop_path_rate: float = 0., with_cp: bool = False, pretrain_img_size: IntPair = 224,
+                 local_term: bool = True, center: bool = True, out_indices: Sequence[int] = (0, 1, 2, 3),
+                 frozen_stages: int = -1, drop_path_rate: float = 0., with_cp: bool = False,
+                 pretrain_img_size: IntPair = 224,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
         super().__init__(frozen_stages, NUM_STAGES, init_cfg)
         settings = {name: check_per_stage(name, values, NUM_STAGES)
@@ -84,10 +87,11 @@ class InLinePVT(InLineBackbone):
             height, width = self.table_shapes[stage]
             pos_embed = nn.Parameter(torch.zeros(1, height * width, embed_dims[stage]))
             nn.init.trunc_normal_(pos_embed, std=0.02)
+            options = dict(inline=dict(local_term=local_term, center=center), linear={},
+                           softmax=dict(sr_ratio=SR_RATIOS[stage]))
             blocks = nn.ModuleList()
             for kind, rate in zip(attn_types[stage], rates[stage]):
-                options = dict(sr_ratio=SR_RATIOS[stage]) if kind == 'softmax' else {}
-                attn = ATTENTIONS[kind](embed_dims[stage], settings['num_heads'][stage], **options)
+                attn = ATTENTIONS[kind](embed_dims[stage], settings['num_heads'][stage], **options[kind])
                 blocks.append(Block(attn, embed_dims[stage], settings['mlp_ratios'][stage], rate,
                                     norm_cfg=dict(type='LN', eps=1e-6), with_cp=with_cp))
             setattr(self, f'patch_embed{stage + 1}', patch_embed)

@@ -69,6 +69,8 @@ class InLineSwin(NormedPyramid):
         in_channels: Channels of the image.
         attn_types: Attention of each stage, or a tuple of its blocks: 'inline', 'softmax' or 'linear'.
             Default: those of ``arch``.
+        local_term: Inline blocks add the local term, a 3x3 convolution with kernels made from the image.
+        center: Inline blocks subtract the means that make their attention injective.
         window_size: Edge of a softmax window in tokens; 12 for the weights made at 384 pixels.
         out_indices: Stages whose maps are returned, of strides 4, 8, 16 and 32, each normalised.
         frozen_stages: Freezes the patch embedding (0) and the first stages (1 ... 4); -1 freezes nothing.
@@ -78,8 +80,8 @@ class InLineSwin(NormedPyramid):
     """
 
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3,
-                 attn_types: Optional[Sequence] = None, window_size: int = 7,
-                 out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
+                 attn_types: Optional[Sequence] = None, local_term: bool = True, center: bool = True,
+                 window_size: int = 7, out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
                  drop_path_rate: float = 0., with_cp: bool = False,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
         super().__init__(out_indices, frozen_stages, init_cfg)
@@ -88,6 +90,7 @@ class InLineSwin(NormedPyramid):
         if window_size < 1:
             raise ValueError(f'window_size must be positive, got {window_size}')
         self.window_size = window_size
+        self.inline_options = dict(local_term=local_term, center=center)
         embed_dims, depths = settings['embed_dims'], settings['depths']
         kinds = check_attn_types(attn_types or settings['attn_types'], depths, KINDS)
         rates = drop_path_ramp(drop_path_rate, depths)
@@ -108,8 +111,9 @@ class InLineSwin(NormedPyramid):
     def _make_attention(self, kind: str, embed_dims: int, num_heads: int, index: int) -> nn.Module:
         if kind == 'softmax':
             return WindowAttention(embed_dims, num_heads, self.window_size, shifted=index % 2 == 1)
-        attention = InLineAttention if kind == 'inline' else LinearAttention
-        return attention(embed_dims, num_heads, joint_qkv=True)
+        if kind == 'linear':
+            return LinearAttention(embed_dims, num_heads, joint_qkv=True)
+        return InLineAttention(embed_dims, num_heads, joint_qkv=True, **self.inline_options)
 
     def frozen_modules(self) -> List[Union[nn.Module, nn.Parameter]]:
         frozen = [self.patch_embed] if self.frozen_stages >= 0 else []

@@ -76,15 +76,15 @@ class InLineAttention(MultiheadAttention):
     """InLine attention (equations 5 and 6 of the paper), linear in N.
 
     Args:
-        local: Add the local term, a 3x3 convolution of v with kernels made from the mean token.
+        local_term: Add the local term, a 3x3 convolution of v with kernels made from the mean token.
         center: Subtract the means that make the attention injective; see
             :func:`mminline.ops.inline_attention`.
     """
 
     def __init__(self, embed_dims: int, num_heads: int, joint_qkv: bool = False, num_prefix_tokens: int = 0,
-                 local: bool = True, center: bool = True):
+                 local_term: bool = True, center: bool = True):
         super().__init__(embed_dims, num_heads, joint_qkv, num_prefix_tokens)
-        self.residual = LocalKernels(embed_dims, num_heads) if local else None
+        self.residual = LocalKernels(embed_dims, num_heads) if local_term else None
         self.center = center
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:

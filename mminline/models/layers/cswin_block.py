@@ -28,11 +28,11 @@ class CSwinBranch(nn.Module):
 
 
 class InLineBranch(CSwinBranch):
-    """InLine attention over the whole map."""
+    """InLine attention over the whole map; ``local_term`` and ``center`` as of :class:`InLineAttention`."""
 
-    def __init__(self, embed_dims: int, num_heads: int, local: bool = True, center: bool = True):
+    def __init__(self, embed_dims: int, num_heads: int, local_term: bool = True, center: bool = True):
         super().__init__(embed_dims, num_heads)
-        self.residual = LocalKernels(embed_dims, num_heads) if local else None
+        self.residual = LocalKernels(embed_dims, num_heads) if local_term else None
         self.center = center
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Tuple[int, int], mean_token: Tensor) -> Tensor:

@@ -1,0 +1,4 @@
+"""Necks; each is registered as ``mminline.<name>``."""
+from .simple_pyramid import LayerNorm2d, SimplePyramid
+
+__all__ = ['LayerNorm2d', 'SimplePyramid']

@@ -1,10 +1,16 @@
 """The front door of InLine attention: checks, then the first backend that takes the input."""
+import functools
+import logging
+import os
 from typing import Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 from .library import inline_attention_op
 from .reference import inline_attention_reference
+
+logger = logging.getLogger(__name__)
 
 
 def inline_attention(
@@ -29,7 +35,9 @@ def inline_attention(
         valid_hw: Not implemented yet: valid (rows, columns) of tokens of each image.
         num_prefix_tokens: Number of leading tokens (a class token) that take part in the global term only.
         center: False drops the mean terms: ``out_i = scale / N * q_i . (k^T v)`` plus the local term.
-        backend: 'aten' | 'reference' forces one. Default: the fastest that takes the input.
+        backend: 'cuda' | 'aten' | 'reference' forces one. Default: the one that the environment variable
+            ``MMINLINE_BACKEND`` names, else the first of 'cuda' and 'aten' that takes the input; the choice is
+            logged at debug level.
 
     Returns:
         (B, N, C) in q's type.
@@ -44,13 +52,12 @@ def inline_attention(
         raise NotImplementedError('valid_hw is not implemented yet: pass None')
     if scale is None:
         scale = (q.shape[-1] // num_heads) ** -0.5
+    backend = _choose_backend(q, num_heads, backend)
     if backend == 'reference':
         return inline_attention_reference(
             q, k, v, num_heads, scale, local_weight, hw_shape, num_prefix_tokens, center)
-    if backend not in (None, 'aten'):
-        raise ValueError(f"backend must be 'aten', 'reference' or None, got {backend!r}")
     return inline_attention_op(
-        q, k, v, local_weight, num_heads, float(scale), hw_shape, num_prefix_tokens, center, 'aten')[0]
+        q, k, v, local_weight, num_heads, float(scale), hw_shape, num_prefix_tokens, center, backend)[0]
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> None:
@@ -83,3 +90,83 @@ def _check_local(q: Tensor, local_weight: Optional[Tensor], hw_shape: Optional[T
         raise ValueError(f'local_weight must be {(batch, channels, 3, 3)}, got {tuple(local_weight.shape)}')
     if local_weight.device != q.device:
         raise ValueError(f'local_weight must be on {q.device}, got {local_weight.device}')
+
+
+@torch.compiler.assume_constant_result  # a compiled model asks while it is compiled
+def gpu_problem() -> Optional[str]:
+    """Say why this process can run no CUDA kernel, or None."""
+    return _find_gpu_problem()
+
+
+@functools.cache
+def _find_gpu_problem() -> Optional[str]:
+    """Start Triton, once. That compiles some C: a missing compiler shows here, not in the middle of a model."""
+    problem = None
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        problem = 'no NVIDIA GPU is available'
+    else:
+        try:
+            import triton
+            triton.runtime.driver.active.get_current_target()
+        except Exception as error:  # whatever it is, PyTorch alone still works
+            problem = f'Triton does not start: {" ".join(str(error).split())}'
+    if problem is not None:
+        logger.info('InLine attention runs on plain PyTorch: %s', problem)
+    return problem
+
+
+def _cuda_declines(q: Tensor, num_heads: int) -> Optional[str]:
+    if q.is_cuda or not torch.cuda.is_available():  # CPU tensors shall not wake up a GPU
+        problem = gpu_problem()
+        if problem is not None:
+            return problem
+    if not q.is_cuda:
+        return f'the kernels need a GPU, got tensors on {q.device.type}'
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < (8, 0):
+        return f'the kernels need compute capability 8.0, got {capability[0]}.{capability[1]}'
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f'the kernels take float16, bfloat16 and float32, got {q.dtype}'
+    if q.shape[-1] // num_heads > 64:
+        return f'the kernels take up to 64 channels per head, got {q.shape[-1] // num_heads}'
+    return None
+
+
+def _takes_everything(q: Tensor, num_heads: int) -> None:
+    return None
+
+
+# In order of preference; each predicate says why its backend declines, or None.
+BACKENDS = {'cuda': _cuda_declines, 'aten': _takes_everything, 'reference': _takes_everything}
+
+
+def _choose_backend(q: Tensor, num_heads: int, requested: Optional[str]) -> str:
+    """Return the requested backend, or raise; without a request, the first that does not decline."""
+    if requested is None:
+        requested = os.environ.get('MMINLINE_BACKEND')
+    if requested is not None:
+        if requested not in BACKENDS:
+            raise ValueError(f'backend must be one of {tuple(BACKENDS)} or None, got {requested!r}')
+        reason = BACKENDS[requested](q, num_heads)
+        if reason is not None:
+            raise NotImplementedError(f'backend {requested!r} declines: {reason}')
+        _log_choice(requested, 'requested')
+        return requested
+    refusals = []
+    for name, declines in BACKENDS.items():
+        reason = declines(q, num_heads)
+        if reason is None:
+            break
+        refusals.append(f'{name} declines: {reason}')
+    _log_choice(name, '; '.join(refusals) or 'the first choice')
+    return name
+
+
+def _log_choice(name: str, reason: str) -> None:
+    if not torch.compiler.is_compiling():
+        _log_choice_once(name, reason)
+
+
+@functools.cache
+def _log_choice_once(name: str, reason: str) -> None:
+    logger.debug('InLine attention backend: %s (%s)', name, reason)

@@ -3,14 +3,23 @@
 Compile, export and the FLOP counter see one node, whatever backend computes it. The statistics that the
 backward needs are extra outputs of the forward, marked non-differentiable.
 """
+import importlib
+from types import ModuleType
 from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from . import aten
 
-BACKENDS = {'aten': aten}
+
+def _backend(name: str) -> ModuleType:
+    """Return ``aten.py`` or ``cuda.py``, whose ``forward`` and ``backward`` agree in all but speed.
+
+    ``cuda.py`` is imported when it is first used: it needs Triton.
+    """
+    return importlib.import_module(f'.{name}', __package__)
 
 
 @torch.library.custom_op('mminline::inline_attention', mutates_args=())
@@ -18,7 +27,7 @@ def inline_attention_op(
         q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num_heads: int, scale: float,
         hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool, backend: str
         ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    return BACKENDS[backend].forward(
+    return _backend(backend).forward(
         q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center)
 
 
@@ -37,7 +46,7 @@ def inline_attention_backward_op(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], covariance: Tensor,
         mean_k: Tensor, mean_v: Tensor, num_heads: int, scale: float, hw_shape: Optional[Sequence[int]],
         num_prefix_tokens: int, center: bool, backend: str) -> List[Tensor]:
-    return BACKENDS[backend].backward(
+    return _backend(backend).backward(
         grad, q, k, v, local_weight, covariance, mean_k, mean_v, num_heads, scale, hw_shape,
         num_prefix_tokens, center)
 
@@ -66,6 +75,24 @@ def _backward(ctx, grad, *_):
 
 
 inline_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@register_flop_formula(torch.ops.mminline.inline_attention)
+def _forward_flops(q_shape, k_shape, v_shape, local_weight_shape, num_heads, scale, hw_shape, num_prefix_tokens,
+                   *_, **__) -> int:
+    """Count 2 per multiply-add, as FlopCounterMode does: k^T v, q times that, and nine taps per value."""
+    batch, num_tokens, channels = q_shape
+    flops = 2 * (2 * batch * num_tokens * channels * (channels // num_heads))
+    if local_weight_shape is not None:
+        flops += 2 * 9 * batch * (num_tokens - num_prefix_tokens) * channels
+    return flops
+
+
+@register_flop_formula(torch.ops.mminline.inline_attention_backward)
+def _backward_flops(grad_shape, q_shape, k_shape, v_shape, local_weight_shape, covariance_shape, mean_k_shape,
+                    mean_v_shape, *settings, **_) -> int:
+    """Every product of the forward has two gradients, each at its price."""
+    return 2 * _forward_flops(q_shape, k_shape, v_shape, local_weight_shape, *settings)
 
 
 def _register_autocast(device_type: str) -> None:

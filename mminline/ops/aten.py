@@ -15,7 +15,7 @@ from torch import Tensor
 # temporary of this size is memory that is used again, not pages that the system must clear.
 STATISTICS_CHUNK = 2 ** 19
 OUTPUT_CHUNK = 2 ** 22
-# About so many tokens, spread over the map, give the value that keys are shifted by.
+# About so many tokens, spread over the map, give the values that keys and values are shifted by.
 SAMPLE_TOKENS = 64
 
 
@@ -45,30 +45,30 @@ def _as_map(x: Tensor, hw_shape: Sequence[int], num_prefix_tokens: int) -> Tenso
 def _statistics(k: Tensor, v: Tensor, num_heads: int, center: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """Return Cov(k, v) (num_heads, head_dim, head_dim), mean(k) and mean(v) (C,) of one image's (N, C).
 
-    Keys are shifted by an estimate of their mean, and the product is corrected by what the estimate missed:
-    Cov(k, v) = mean((k - a) v^T) - (mean(k) - a) mean(v)^T for any a. Without the shift, a mean far from zero
-    would cancel the digits of the covariance.
+    Keys and values are shifted by estimates of their means, and the product is corrected by what those missed:
+    Cov(k, v) = mean((k - a) (v - b)^T) - (mean(k) - a) (mean(v) - b)^T for any a and b. Without the shifts, means
+    far from zero would cancel the digits of the covariance.
     """
     num_tokens, channels = k.shape
     dtype = statistics_dtype(k.dtype)
-    shift = k.new_zeros(channels, dtype=dtype)
+    shift_k, shift_v = torch.zeros(2, channels, dtype=dtype, device=k.device)
     if center:
-        shift = k[::max(1, num_tokens // SAMPLE_TOKENS)].mean(0, dtype=dtype)
-    product = shift.new_zeros(num_heads, channels // num_heads, channels // num_heads)
-    sum_k, sum_v = torch.zeros_like(shift), torch.zeros_like(shift)
+        shift_k, shift_v = (x[::max(1, num_tokens // SAMPLE_TOKENS)].mean(0, dtype=dtype) for x in (k, v))
+    product = shift_k.new_zeros(num_heads, channels // num_heads, channels // num_heads)
+    sum_k, sum_v = torch.zeros_like(shift_k), torch.zeros_like(shift_v)
     chunk = max(1, min(STATISTICS_CHUNK // channels, num_tokens))
-    buffer = shift.new_empty(chunk, channels)
+    buffer_k, buffer_v = shift_k.new_empty(2, chunk, channels)
     for start in range(0, num_tokens, chunk):
-        k_chunk = k[start:start + chunk]
-        k_chunk = torch.sub(k_chunk, shift, out=buffer[:len(k_chunk)])
-        v_chunk = v[start:start + chunk].to(dtype)
+        length = min(chunk, num_tokens - start)
+        k_chunk = torch.sub(k[start:start + chunk], shift_k, out=buffer_k[:length])
+        v_chunk = torch.sub(v[start:start + chunk], shift_v, out=buffer_v[:length])
         product.baddbmm_(_heads(k_chunk, num_heads).transpose(1, 2), _heads(v_chunk, num_heads))
         if center:
             sum_k += k_chunk.sum(0)
             sum_v += v_chunk.sum(0)
     mean_k, mean_v = sum_k / num_tokens, sum_v / num_tokens
     covariance = product / num_tokens - mean_k.view(num_heads, -1, 1) * mean_v.view(num_heads, 1, -1)
-    return covariance, shift + mean_k, mean_v
+    return covariance, shift_k + mean_k, shift_v + mean_v
 
 
 def _output_rows(q: Tensor, v: Tensor, kernels: Optional[Tensor], weights: Tensor, mean_v: Tensor,

@@ -33,6 +33,7 @@ def test_any_size_and_every_gradient(family, size):
     maps = backbone(torch.randn(2, 3, *size))
     assert [m.shape[2:] for m in maps] == [
         (math.ceil(size[0] / s), math.ceil(size[1] / s)) for s in STRIDES[family]]
+    assert all(m.is_contiguous() for m in maps)  # mmcv's RoIAlign reads any other layout wrongly
     sum(m.square().mean() for m in maps).backward()
     missing = [name for name, parameter in backbone.named_parameters() if parameter.grad is None]
     assert not missing

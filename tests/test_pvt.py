@@ -24,6 +24,7 @@ def test_any_size_and_every_gradient(size, attn_types):
     strides = (4, 8, 16, 32)
     assert [m.shape for m in maps] == [
         (2, c, math.ceil(size[0] / s), math.ceil(size[1] / s)) for c, s in zip(NARROW['embed_dims'], strides)]
+    assert all(m.is_contiguous() for m in maps)  # mmcv's RoIAlign reads any other layout wrongly
     sum(m.square().mean() for m in maps).backward()
     for name, parameter in backbone.named_parameters():
         assert parameter.grad is not None, name

@@ -9,6 +9,7 @@ from mmengine.logging import print_log
 from mmengine.model import BaseModule, initialize
 from torch import Tensor, nn
 
+from ..layers import to_map
 from ..pretrained import load_pretrained
 
 IntPair = Union[int, Tuple[int, int]]
@@ -177,7 +178,7 @@ class NormedPyramid(InLineBackbone):
 
     def normed_map(self, index: int, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         """Return output ``index`` as a map (B, C, H, W) for tokens (B, N, C)."""
-        return getattr(self, f'norm{index}')(x).transpose(1, 2).unflatten(2, hw_shape)
+        return to_map(getattr(self, f'norm{index}')(x), hw_shape)
 
     def official_names(self) -> Dict[str, str]:
         return {f'norm.{name}': f'norm{self.NUM_STAGES - 1}.{name}' for name in ('weight', 'bias')}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mminline.registry import MODELS
 
-from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention, resize_position_table
+from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention, resize_position_table, to_map
 from .base import (
     InLineBackbone,
     IntPair,
@@ -109,5 +109,5 @@ class InLineDeiT(InLineBackbone):
             x = block(x, hw_shape)
             if index in self.out_indices:
                 out = self.norm(x) if index == self.out_indices[-1] else x
-                outs.append(out[:, 1:].transpose(1, 2).unflatten(2, hw_shape))
+                outs.append(to_map(out[:, 1:], hw_shape))
         return tuple(outs)

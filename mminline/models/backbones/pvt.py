@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mminline.registry import MODELS
 
-from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention, resize_position_table
+from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention, resize_position_table, to_map
 from .base import (
     InLineBackbone,
     IntPair,
@@ -127,7 +127,7 @@ class InLinePVT(InLineBackbone):
             x = x + resize_position_table(table, self.table_shapes[stage], hw_shape)
             for block in getattr(self, f'block{stage + 1}'):
                 x = block(x, hw_shape)
-            x = x.transpose(1, 2).unflatten(2, hw_shape)
             if stage in self.out_indices:
-                outs.append(x)
+                outs.append(to_map(x, hw_shape))
+            x = x.transpose(1, 2).unflatten(2, hw_shape)
         return tuple(outs)

@@ -40,6 +40,15 @@ class PatchEmbed(nn.Module):
         return self.norm(x.flatten(2).transpose(1, 2)), tuple(x.shape[-2:])
 
 
+def to_map(tokens: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
+    """Return tokens (B, H*W, C) as a contiguous map (B, C, H, W).
+
+    A view would be a channels-last map, the convolutions of a neck would hand that layout on, and mmcv's RoIAlign
+    reads whatever it gets as contiguous NCHW.
+    """
+    return tokens.transpose(1, 2).unflatten(2, hw_shape).contiguous()
+
+
 def resize_position_table(table: Tensor, old_shape: Tuple[int, int], new_shape: Tuple[int, int],
                           num_prefix_tokens: int = 0) -> Tensor:
     """Resize a table of positions bilinearly, without corner alignment as in the official code.

@@ -6,7 +6,15 @@ from torch import Tensor, nn
 
 from mminline.registry import MODELS
 
-from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, SoftmaxAttention, resize_position_table, to_map
+from ..layers import (
+    Block,
+    InLineAttention,
+    LinearAttention,
+    PatchEmbed,
+    SoftmaxAttention,
+    resize_position_table,
+    to_map,
+)
 from .base import (
     InLineBackbone,
     IntPair,

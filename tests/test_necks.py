@@ -17,6 +17,7 @@ def test_any_size_and_every_gradient(hw_shape, num_outs):
     assert [m.shape for m in maps] == [
         (2, 8, *(math.ceil(length * factor) for length in hw_shape))
         for factor in (4, 2, 1, 1 / 2, 1 / 4, 1 / 8)[:num_outs]]
+    assert all(m.is_contiguous() for m in maps)
     sum(m.square().sum() for m in maps).backward()
     assert all(parameter.grad is not None for parameter in neck.parameters())
 

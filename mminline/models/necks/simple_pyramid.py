@@ -71,7 +71,8 @@ class SimplePyramid(BaseModule):
         x = inputs[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f'SimplePyramid takes maps (B, {self.in_channels}, H, W), got {tuple(x.shape)}')
-        outs = [conv(scale(x)) for scale, conv in zip(self.scales, self.convs)]
+        # LayerNorm leaves channels-last maps, which mmcv's RoIAlign reads wrongly.
+        outs = [conv(scale(x)).contiguous() for scale, conv in zip(self.scales, self.convs)]
         while len(outs) < self.num_outs:
             outs.append(F.max_pool2d(outs[-1], kernel_size=1, stride=2))
         return tuple(outs)

@@ -77,6 +77,17 @@ def test_without_a_compiler_a_gpu_takes_the_pytorch_path(caplog, monkeypatch):
         'Triton does not start: Failed to find C compiler. Please specify via CC']
 
 
+@pytest.mark.parametrize('version, problem', [
+    ('3.5.1', 'the kernels need Triton 3.6, got 3.5.1'), ('3.6.0', None), ('3.10.0', None)])
+def test_an_old_triton_is_declined(version, problem, monkeypatch):
+    triton = pytest.importorskip('triton', reason='needs Triton')
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: None))
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(triton, '__version__', version)
+    monkeypatch.setattr(triton.runtime, 'driver', driver)
+    assert functional.gpu_problem() == problem
+
+
 def test_ops_import_and_work_without_triton():
     program = ('import sys; sys.modules["triton"] = None\n'
                'import torch; from mminline.ops import inline_attention\n'

@@ -6,6 +6,7 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .library import inline_attention_op
 from .reference import inline_attention_reference
@@ -107,6 +108,8 @@ def _find_gpu_problem() -> Optional[str]:
     else:
         try:
             import triton
+            if TorchVersion(triton.__version__) < '3.6':
+                problem = f'the kernels need Triton 3.6, got {triton.__version__}'
             triton.runtime.driver.active.get_current_target()
         except Exception as error:  # whatever it is, PyTorch alone still works
             problem = f'Triton does not start: {" ".join(str(error).split())}'

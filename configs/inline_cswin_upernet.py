@@ -1,0 +1,22 @@
+# UperNet with InLine-CSwin-T on ADE20K, 160k iterations on crops of 512x512. Ours, not trained: there is no
+# published recipe, this is Swin's.
+_base_ = [
+    'mmseg::_base_/models/upernet_swin.py',
+    'mmseg::_base_/datasets/ade20k.py',
+    './_base_/schedules/swin_160k.py',
+    'mmseg::_base_/default_runtime.py',
+]
+custom_imports = dict(imports=['mminline'])
+
+model = dict(
+    data_preprocessor=dict(size=(512, 512)),
+    backbone=dict(
+        _delete_=True,
+        type='mminline.InLineCSwin',
+        arch='tiny',
+        drop_path_rate=0.3,
+        init_cfg=dict(type='Pretrained', checkpoint='checkpoints/inline_cswin_tiny.pth')),
+    decode_head=dict(in_channels=[64, 128, 256, 512], num_classes=150),
+    auxiliary_head=dict(in_channels=256, num_classes=150))
+
+train_dataloader = dict(batch_size=2)

@@ -1,0 +1,19 @@
+# Mask R-CNN with InLine-DeiT-T on COCO, 1x. Ours, not trained: there is no published recipe, this is Swin's.
+_base_ = [
+    'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
+    './_base_/datasets/coco_instance_ms-crop.py',
+    './_base_/schedules/swin_1x.py',
+    'mmdet::_base_/default_runtime.py',
+]
+custom_imports = dict(imports=['mminline'])
+
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='mminline.InLineDeiT',
+        arch='tiny',
+        drop_path_rate=0.1,
+        init_cfg=dict(type='Pretrained', checkpoint='checkpoints/inline_deit_tiny.pth')),
+    neck=dict(_delete_=True, type='mminline.SimplePyramid', in_channels=192, out_channels=256, num_outs=5))
+
+custom_hooks = [dict(type='NumClassCheckHook')]

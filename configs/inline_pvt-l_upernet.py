@@ -1,0 +1,4 @@
+# Ours, not trained.
+_base_ = './inline_pvt_upernet.py'
+
+model = dict(backbone=dict(arch='large', init_cfg=dict(checkpoint='checkpoints/inline_pvt_large.pth')))

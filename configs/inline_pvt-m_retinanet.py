@@ -1,0 +1,7 @@
+_base_ = './inline_pvt_retinanet.py'
+
+model = dict(
+    backbone=dict(
+        arch='medium',
+        drop_path_rate=0.2,
+        init_cfg=dict(checkpoint='checkpoints/inline_pvt_medium.pth')))

@@ -1,0 +1,3 @@
+_base_ = './inline_pvt_retinanet.py'
+
+model = dict(backbone=dict(arch='small', init_cfg=dict(checkpoint='checkpoints/inline_pvt_small.pth')))

@@ -21,6 +21,7 @@ from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from .engine import replace_sync_bn
 from .preflight import RunError, check_files, check_names, did_you_mean, explain_unknown_name
 
 TOOLBOXES = {'mmdet': 'MMDetection', 'mmseg': 'MMSegmentation'}
@@ -205,13 +206,22 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
 
 
 def _build_runner(cfg: Config) -> Runner:
+    replaced = 0
     if cfg.launcher == 'pytorch' and get_device() == 'cpu' and not is_distributed():
         # mmengine's own start selects a CUDA device; without one, processes meet through gloo.
         torch.distributed.init_process_group('gloo')
         cfg.model_wrapper_cfg = dict(
             type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False,
             find_unused_parameters=cfg.get('find_unused_parameters', False))
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+        # SyncBN runs on CUDA only. (mmengine replaces it by itself where a run is not distributed.)
+        replaced = replace_sync_bn(cfg.model)
+        if replaced:
+            cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type='mminline.BroadcastBuffersHook')]
+    runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    if replaced:
+        runner.logger.info(f'SyncBN cannot run on several CPU processes: replaced by BN in {replaced} places of the '
+                           "model's config; each process normalises by its own images")
+    return runner
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What acts around the models during a run: hooks, optimiser wrappers and their constructors."""
 from .precision_guard import PrecisionGuardHook
 from .resume_guard import ResumeGuardHook
+from .sync_bn import BroadcastBuffersHook, replace_sync_bn
 
-__all__ = ['PrecisionGuardHook', 'ResumeGuardHook']
+__all__ = ['BroadcastBuffersHook', 'PrecisionGuardHook', 'ResumeGuardHook', 'replace_sync_bn']

@@ -1,0 +1,142 @@
+"""Functions measured against each other on one device: time, memory, and what the device does at best."""
+import argparse
+import csv
+import os
+import platform
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+MIN_SAMPLE_SECONDS = 2e-3  # shorter calls are repeated until a sample takes about that long
+MIN_ROUNDS = 5
+COPIED_BYTES = 2 ** 28  # beyond every cache
+TABLE_WIDTH = 100  # that the tables of the benchmarks need, in characters
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def seconds_per_call(function: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Return the mean wall time of one of ``repeats`` calls."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def time_interleaved(functions: Dict[str, Callable[[], object]], device: torch.device, seconds: float
+                     ) -> Dict[str, List[float]]:
+    """Time functions in turns: A, B, A, B ...
+
+    Whatever disturbs the machine disturbs them alike, so compare them round by round (:func:`median_ratio`).
+
+    Args:
+        functions: What to time, by name.
+        device: Where they run.
+        seconds: About how long to measure in all; at least ``MIN_ROUNDS`` rounds are.
+
+    Returns:
+        Seconds per call by name, one of every round.
+    """
+    repeats = {}
+    for name, function in functions.items():
+        function()  # compiles kernels, fills caches
+        repeats[name] = 1 + int(MIN_SAMPLE_SECONDS / seconds_per_call(function, device))
+    times = {name: [] for name in functions}
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < MIN_ROUNDS or time.perf_counter() < end:
+        for name, function in functions.items():
+            times[name].append(seconds_per_call(function, device, repeats[name]))
+        rounds += 1
+    return times
+
+
+def median_ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
+    """Return the median over the rounds of how many times as long as the base something took."""
+    return statistics.median(time / base for time, base in zip(times, base_times))
+
+
+def saved_bytes(function: Callable[[], object]) -> int:
+    """Return the bytes that autograd saves for the backward of ``function()``; shared memory counts once."""
+    storages = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with saved_tensors_hooks(note, lambda x: x):
+        output = function()
+    del output  # until here it kept all that was saved: no address was used twice
+    return sum(storages.values())
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that PyTorch has allocated at a time during ``function()``, beyond those before it."""
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else the profiler tells stderr when it starts and stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == '[memory]']
+    allocated = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        allocated += change.nbytes()
+        peak = max(peak, allocated)
+    return peak
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second, read plus written, at which the device copies within its memory."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    times = time_interleaved({'copy': lambda: target.copy_(source)}, device, seconds=0.5)
+    return 2 * COPIED_BYTES / statistics.median(times['copy'])
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device calls itself, a CPU with the number of threads in use."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    info = Path('/proc/cpuinfo')
+    models = re.findall(r'^model name\s*: (.*)', info.read_text(), re.MULTILINE) if info.exists() else []
+    name = models[0] if models else platform.processor() or platform.machine()
+    return f'{name}, {torch.get_num_threads()} threads'
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Return ||out - expected|| / ||expected||."""
+    expected = expected.double()
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:
+    """Write named tuples of one kind as a table, a column for each field."""
+    with path.open('w', newline='') as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0]._fields)
+        writer.writerows(rows)
+
+
+def parse_size(text: str) -> Tuple[int, int]:
+    """Read a command line's ``EDGE`` or ``HEIGHTxWIDTH``."""
+    parts = text.split('x')
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f'expected EDGE or HEIGHTxWIDTH, got {text!r}')
+    return int(parts[0]), int(parts[-1])

@@ -156,7 +156,7 @@ def train(cfg: Config, *, resume: Optional[str] = None, amp: bool = False, auto_
         RunError: If the run cannot start.
     """
     if from_scratch:
-        _drop_pretrained(cfg.model)
+        drop_pretrained(cfg.model)
         cfg.load_from = None
     if amp:
         _use_amp(cfg)
@@ -236,7 +236,7 @@ def _unknown_names_explained():
 
 
 # ---- options of training ------------------------------------------------------------------------------
-def _drop_pretrained(node) -> None:
+def drop_pretrained(node) -> None:
     """Removes every init_cfg of type Pretrained below a model's config."""
     if isinstance(node, dict):
         init_cfg = node.get('init_cfg')
@@ -247,7 +247,7 @@ def _drop_pretrained(node) -> None:
         node = node.values()
     if not isinstance(node, str) and hasattr(node, '__iter__'):
         for value in node:
-            _drop_pretrained(value)
+            drop_pretrained(value)
 
 
 def _use_amp(cfg: Config) -> None:

@@ -13,13 +13,12 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import mminline.ops  # noqa: F401  torch.ops.mminline
-from mminline.preflight import check_names, explain_unknown_name
+from mminline.build import build_on_meta
 
 # MMDetection's convention for two-stage detectors.
 NUM_PROPOSALS = 1000
@@ -33,7 +32,7 @@ BACKBONE_PARTS = {
     'patch embedding, merging': r'^patch_embed|^stage1_conv_embed|^merge\d|\.downsample\.',
     'projections': r'\.(q|kv|qkv|proj|sr)(\.|$)',
     'attention, global': r'\.attns?(\.\d+)?(\.relative_position_bias_table)?$',
-    'attention, local': r'\.(residual|get_v|local_term)(\.|$)',
+    'attention, local': r'\.(residual|get_v)(\.|$)',
     'MLP': r'\.mlp\.',
 }
 
@@ -44,7 +43,7 @@ class Part(NamedTuple):
     kind: str
     multiply_adds: int
     parameters: int
-    growth: Optional[float]  # its multiply-adds for twice the tokens, as a multiple; None without any
+    growth: Optional[float]  # its multiply-adds for twice the tokens, as a multiple; None if not counted
 
 
 class Complexity(NamedTuple):
@@ -65,7 +64,7 @@ class Complexity(NamedTuple):
 
 
 # ---- a config -----------------------------------------------------------------------------------------
-def analyse_config(cfg: Config, shape: Optional[Sequence[int]] = None) -> Complexity:
+def analyse_config(cfg: Config, shape: Optional[Sequence[int]] = None, with_growth: bool = True) -> Complexity:
     """Return what a config's model costs for one image.
 
     Two-stage detectors are counted by MMDetection's convention, with 1000 proposals and 100 mask RoIs in every
@@ -76,6 +75,7 @@ def analyse_config(cfg: Config, shape: Optional[Sequence[int]] = None) -> Comple
         cfg: A config of MMDetection or MMSegmentation.
         shape: (height, width) of the image in pixels. Default: :func:`default_shape`. Detectors pad it as their
             config says.
+        with_growth: Count an image of twice the width as well, for the growth.
 
     Raises:
         RunError: if the config names something unknown.
@@ -83,21 +83,12 @@ def analyse_config(cfg: Config, shape: Optional[Sequence[int]] = None) -> Comple
         NotImplementedError: for a two-stage detector with other heads than MMDetection's standard and cascade ones.
     """
     model = build_on_meta(cfg)
+    if getattr(model, 'with_roi_head', False):
+        model = TwoStageInference(model)
     shape = check_shape(shape or default_shape(cfg))
     divisor = cfg.model.get('data_preprocessor', {}).get('pad_size_divisor', 1)
-    return analyse_model(model, [size + -size % divisor for size in shape])._replace(shape=shape)
-
-
-def build_on_meta(cfg: Config) -> nn.Module:
-    """Build a config's model without memory for its parameters; the result takes an image."""
-    check_names(cfg)
-    init_default_scope(cfg.default_scope)
-    try:
-        with torch.device('meta'):
-            model = MODELS.build(cfg.model)
-    except KeyError as error:
-        raise explain_unknown_name(error) or error from error
-    return TwoStageInference(model) if getattr(model, 'with_roi_head', False) else model
+    padded = [size + -size % divisor for size in shape]
+    return analyse_model(model, padded, with_growth)._replace(shape=shape)
 
 
 def default_shape(cfg: Config) -> Tuple[int, int]:
@@ -154,16 +145,17 @@ class TwoStageInference(nn.Module):
 
 
 # ---- any model ----------------------------------------------------------------------------------------
-def analyse_model(model: nn.Module, shape: Sequence[int]) -> Complexity:
+def analyse_model(model: nn.Module, shape: Sequence[int], with_growth: bool = True) -> Complexity:
     """Return what a model on the meta device costs for one image of (height, width) pixels.
 
     Args:
         model: A module that takes an image, with a ``backbone`` and any other parts.
         shape: Height and width in pixels.
+        with_growth: Count an image of twice the width as well, for the growth.
     """
     height, width = shape
     costs = count_multiply_adds(model, shape)
-    doubled = count_multiply_adds(model, (height, 2 * width))
+    doubled = count_multiply_adds(model, (height, 2 * width)) if with_growth else {}
     parameters = Counter()
     for name, parameter in model.named_parameters():
         parameters[_part_of(name)] += parameter.numel()
@@ -171,7 +163,7 @@ def analyse_model(model: nn.Module, shape: Sequence[int]) -> Complexity:
     modules = [module for module, _ in [*parameters, *costs]]
     kinds = [*BACKBONE_PARTS, 'other', '']
     names = sorted({*parameters, *costs}, key=lambda name: (modules.index(name[0]), kinds.index(name[1])))
-    parts = [Part(*name, costs[name], parameters[name], doubled[name] / costs[name] if costs[name] else None)
+    parts = [Part(*name, costs[name], parameters[name], doubled[name] / costs[name] if name in doubled else None)
              for name in names]
     return Complexity(tuple(shape), parts)
 
@@ -184,22 +176,23 @@ def count_multiply_adds(model: nn.Module, shape: Sequence[int]) -> Counter:
         shape: Height and width in pixels.
     """
     model.eval()
-    op = torch.ops.mminline.inline_attention
+    formula = flop_registry[torch.ops.mminline.inline_attention]
+    local_terms = 0
 
     def global_term(q, k, v, local_weight, *settings, **_) -> int:
-        return flop_registry[op](q, k, v, None, *settings)
+        nonlocal local_terms
+        flops = formula(q, k, v, None, *settings)
+        local_terms += formula(q, k, v, local_weight, *settings) - flops
+        return flops
 
-    whole = FlopCounterMode(display=False)
-    without_local_terms = FlopCounterMode(display=False, custom_mapping={op: global_term})
-    with _any_backend(), torch.no_grad(), whole, without_local_terms:
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.mminline.inline_attention: global_term})
+    with _any_backend(), torch.no_grad(), counter:
         model(torch.empty(1, 3, *shape, device='meta'))
-
-    costs = Counter()
-    whole, without_local_terms = _own_flops(whole), _own_flops(without_local_terms)
-    for name, flops in whole.items():
-        costs[_part_of(name)] += without_local_terms[name] // 2  # the counter counts 2 per multiply-add
-        costs[_part_of(f'{name}.local_term')] += (flops - without_local_terms[name]) // 2
-    return +costs
+    costs = Counter({('backbone', 'attention, local'): local_terms})
+    for name, flops in _own_flops(counter).items():
+        costs[_part_of(name)] += flops
+    # The counter counts 2 per multiply-add; + drops what has none.
+    return +Counter({part: flops // 2 for part, flops in costs.items()})
 
 
 @contextmanager

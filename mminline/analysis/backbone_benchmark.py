@@ -26,9 +26,10 @@ from mminline.models.backbones.pvt import ARCHS, NUM_STAGES
 from mminline.models.layers import Block
 
 from .benchmark import authors_formula
-from .measure import device_name, median_ratio, peak_bytes, relative_error, time_interleaved
+from .measure import device_name, median_ratio, peak_bytes, relative_error, time_interleaved, write_csv
 
 METHODS = ('inline', 'formula', 'softmax', 'mmdet')
+QUADRATIC = ('softmax', 'mmdet')
 # A backbone is wrong, not imprecise, if its float32 features are further from inline's than this.
 TOLERANCE = 1e-3
 MIN_FITTED_EDGE = 512  # pixels; below, fixed costs count
@@ -46,7 +47,7 @@ class Row(NamedTuple):
     ratio_to_inline: float  # of the same type, median of the rounds
     ratio_to_float32: float  # of the same method
     peak_bytes: int
-    units_of_rounding: float  # error of inline in units of input rounding, or NaN
+    units_of_rounding: float  # error of inline on the smallest image, in units of input rounding; else NaN
 
 
 # ---- the rivals ---------------------------------------------------------------------------------------
@@ -103,7 +104,8 @@ def build(methods: Sequence[str], arch: str, device: torch.device) -> Dict[str, 
 
 # ---- measuring ----------------------------------------------------------------------------------------
 def run_benchmark(methods: Sequence[str], arch: str, sizes: Sequence[Tuple[int, int]], dtypes: Sequence[torch.dtype],
-                  device: torch.device, seconds: float, max_call_seconds: float) -> Tuple[List[Row], List[str]]:
+                  device: torch.device, seconds: float, max_call_seconds: float, csv_file: Path
+                  ) -> Tuple[List[Row], List[str]]:
     """Measure the forward of each backbone on one image of each size, in each type.
 
     Args:
@@ -113,8 +115,9 @@ def run_benchmark(methods: Sequence[str], arch: str, sizes: Sequence[Tuple[int, 
         dtypes: Types of autocast; float32 stands for none, and is always measured.
         device: Where to run.
         seconds: About how long to time each size.
-        max_call_seconds: A backbone is left out where one call would take longer, if its time grew with the square
-            of the pixels as softmax's does.
+        max_call_seconds: A backbone is left out where one call would take longer, if all of its time grew with the
+            pixels, and a softmax's with their square.
+        csv_file: Where the rows are written, after each size.
 
     Returns:
         The rows, and a sentence for each backbone that was left out.
@@ -134,11 +137,12 @@ def run_benchmark(methods: Sequence[str], arch: str, sizes: Sequence[Tuple[int, 
         for dtype in dtypes:
             for method in methods:
                 seconds_before, pixels_before = slowest.get((method, dtype), (0, 1))
-                expected = seconds_before * (pixels / pixels_before) ** (1 if method == 'inline' else 2)
-                if expected <= max_call_seconds:
+                expected_seconds = seconds_before * (pixels / pixels_before) ** (2 if method in QUADRATIC else 1)
+                if expected_seconds <= max_call_seconds or method == 'inline':
                     runs[method, dtype] = _forward(backbones[method], image, dtype)
                 else:
-                    left_out.append(f'{method}, {_name(dtype)}, at {size[0]}x{size[1]}: about {expected:.0f} s a call')
+                    left_out.append(f'{method}, {_name(dtype)}, at {size[0]}x{size[1]}: up to {expected_seconds:.0f} s '
+                                    'a call')
         _check_features(runs, size)
         times = time_interleaved(runs, device, seconds)
         for (method, dtype), run in runs.items():
@@ -152,6 +156,7 @@ def run_benchmark(methods: Sequence[str], arch: str, sizes: Sequence[Tuple[int, 
                 peak_bytes(run, device),
                 _units_of_rounding(backbones['inline'], image, dtype)
                 if method == 'inline' and size == min(sizes, key=math.prod) and dtype != torch.float32 else math.nan))
+        write_csv(rows, csv_file)
     return rows, left_out
 
 

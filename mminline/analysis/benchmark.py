@@ -32,6 +32,7 @@ from .measure import (
     relative_error,
     saved_bytes,
     time_interleaved,
+    write_csv,
 )
 
 # Channels of PVT's stages: heads and the sr_ratio of its softmax.
@@ -220,7 +221,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def run_benchmark(cases: Sequence[Case], dtype: torch.dtype, device: torch.device, seconds: float,
-                  max_call_seconds: float) -> Tuple[List[Row], List[str]]:
+                  max_call_seconds: float, csv_file: Path) -> Tuple[List[Row], List[str]]:
     """Check, then measure every method in every case.
 
     Args:
@@ -229,6 +230,7 @@ def run_benchmark(cases: Sequence[Case], dtype: torch.dtype, device: torch.devic
         device: Where to run.
         seconds: About how long to time each case, half of it forward only.
         max_call_seconds: Softmax is left out where one call, by its smaller map's time, would take longer.
+        csv_file: Where the rows are written, after each case.
 
     Returns:
         The rows, and a sentence for each method that was left out.
@@ -242,16 +244,16 @@ def run_benchmark(cases: Sequence[Case], dtype: torch.dtype, device: torch.devic
     for case in track(cases, description='measuring'):
         methods = []
         for method in methods_of(case):
-            expected = pace.get((method, case.channels), 0) * multiply_adds(method, case)
-            if expected <= max_call_seconds:
+            expected_seconds = pace.get((method, case.channels), 0) * multiply_adds(method, case)
+            if expected_seconds <= max_call_seconds:
                 methods.append(method)
             else:
-                left_out.append(f'{method} at {case}: about {expected:.1f} s a call')
-        measured = list(_measure_case(case, methods, dtype, device, seconds, bandwidth))
-        for row in measured:
+                left_out.append(f'{method} at {case}: about {expected_seconds:.1f} s a call')
+        for row in _measure_case(case, methods, dtype, device, seconds, bandwidth):
+            rows.append(row)
             if row.method in ('softmax', 'reduced'):
                 pace[row.method, case.channels] = row.forward_ms / 1e3 / multiply_adds(row.method, case)
-        rows += measured
+        write_csv(rows, csv_file)
     return rows, left_out
 
 

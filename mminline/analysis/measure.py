@@ -122,8 +122,8 @@ def device_name(device: torch.device) -> str:
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
     """Return ||out - expected|| / ||expected||."""
-    expected = expected.double()
-    return float((out.double() - expected).norm() / expected.norm())
+    out, expected = out.detach().double(), expected.detach().double()
+    return float((out - expected).norm() / expected.norm())
 
 
 def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:

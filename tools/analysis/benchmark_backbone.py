@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from mminline.analysis import backbone_benchmark as benchmark
-from mminline.analysis.measure import TABLE_WIDTH, parse_size, write_csv
+from mminline.analysis.measure import TABLE_WIDTH, parse_size
 from mminline.models.backbones.pvt import ARCHS
 
 
@@ -29,7 +29,7 @@ def parse_args():
                         help='cpu or cuda (%(default)s)')
     parser.add_argument('--seconds', type=float, default=20, metavar='S',
                         help='about how long to time each size (%(default)s)')
-    parser.add_argument('--max-call-seconds', type=float, default=5, metavar='S',
+    parser.add_argument('--max-call-seconds', type=float, default=20, metavar='S',
                         help='leave a backbone out where one call would take longer (%(default)s)')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark'), metavar='DIR',
                         help='folder for backbone.csv and backbone.png (%(default)s)')
@@ -38,11 +38,10 @@ def parse_args():
 
 def main():
     args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     rows, left_out = benchmark.run_benchmark(
         args.methods, args.arch, args.sizes, [getattr(torch, name) for name in args.dtypes], args.device,
-        args.seconds, args.max_call_seconds)
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_csv(rows, args.out / 'backbone.csv')
+        args.seconds, args.max_call_seconds, args.out / 'backbone.csv')
     console = Console(width=max(TABLE_WIDTH, Console().width))
     console.print(benchmark.result_table(rows))
     for (method, dtype), exponent in benchmark.growth_exponents(rows).items():

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from mminline.analysis import benchmark
-from mminline.analysis.measure import TABLE_WIDTH, parse_size, write_csv
+from mminline.analysis.measure import TABLE_WIDTH, parse_size
 
 
 def parse_args():
@@ -43,10 +43,9 @@ def main():
         cases = benchmark.make_cases(args.sizes, args.channels, args.batch)
     except ValueError as error:
         parser.error(str(error))
-    rows, left_out = benchmark.run_benchmark(
-        cases, getattr(torch, args.dtype), args.device, args.seconds, args.max_call_seconds)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_csv(rows, args.out / 'op.csv')
+    rows, left_out = benchmark.run_benchmark(
+        cases, getattr(torch, args.dtype), args.device, args.seconds, args.max_call_seconds, args.out / 'op.csv')
     console = Console(width=max(TABLE_WIDTH, Console().width))
     console.print(benchmark.result_table(rows), benchmark.crossover_table(rows))
     for sentence in left_out:

@@ -1,2 +1,1 @@
-"""What tells about models and runs: scores, curves, pictures. Import its modules one by one; a module needs a toolbox
-only where its text says so."""
+"""Looking at models and runs: their cost, scores, curves and pictures. Modules are imported one by one."""

@@ -242,7 +242,8 @@ one, as "FLOPs" do in this field; normalisation, activations and resizing are le
 `python tools/analysis/get_flops.py CONFIG` gives the same figures part by part, `--shape H W` for other images.
 
 **Accuracies are reported in [the paper]({url})**, and so is whatever else is marked so. This
-project has trained none of these models and publishes no weights.
+project has trained none of these models and publishes no weights. `python tools/publish_checkpoint.py CONFIG
+CHECKPOINT` makes a file for others from a run's checkpoint.
 
 ## Backbones
 

@@ -265,7 +265,7 @@ def _show_predictions(cfg: Config, show: bool, show_dir: Optional[str], wait_tim
     hook = cfg.get('default_hooks', {}).get('visualization')
     if not hook:
         raise RunError('--show and --show-dir need a visualization hook in default_hooks')
-    hook.draw = True
+    hook.update(draw=True, interval=1)  # every image; mmseg's default is every 50th
     if show:
         hook.update(show=True, wait_time=wait_time)
     if show_dir:

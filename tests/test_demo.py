@@ -1,30 +1,39 @@
-"""The parts of the demo: scores, curves, pictures, and its exit status."""
+"""The parts of the demo: scores, curves, pictures, and its exit status; and a short one as a whole."""
 import importlib.util
 import io
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from mmengine.config import Config
+from mmengine.structures import PixelData
+from mmseg.evaluation import IoUMetric
+from mmseg.structures import SegDataSample
 from rich.console import Console
 
 from mminline.analysis import curves, pictures, scores
 
+ROOT = Path(__file__).parents[1]
 RESULTS = {
     'coco/bbox_mAP': 0.81, 'coco/bbox_mAP_50': 0.953, 'coco/bbox_mAP_75': 0.902,
     'coco/segm_mAP': 0.79, 'coco/segm_mAP_50': 0.951, 'coco/segm_mAP_75': 0.888,
 }
+SEGMENTATION_RESULTS = {'aAcc': 97.12, 'mIoU': 86.4, 'mAcc': 91.05, 'time': 0.1}
 METAINFO = dict(classes=('circle', 'square'), palette=[(255, 0, 0), (0, 0, 255)])
 
 
 @pytest.fixture(scope='module')
 def demo():
-    path = Path(__file__).parents[1] / 'tools/demo.py'
-    spec = importlib.util.spec_from_file_location('demo', path)
+    spec = importlib.util.spec_from_file_location('demo', ROOT / 'tools/demo.py')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -45,29 +54,57 @@ def test_missing_test_results_are_an_error(tmp_path):
         scores.read_test_results(tmp_path)
 
 
-def test_score_table():
+def printed_words(results, scope):
+    """The words in each line of the table of scores."""
     output = io.StringIO()
-    Console(file=output, width=80).print(scores.score_table(RESULTS, 'mmdet', title='Scores'))
-    words = [re.findall(r'[\w.]+', line) for line in output.getvalue().splitlines()]
+    Console(file=output, width=80).print(scores.score_table(results, scope, title='Scores'))
+    return [re.findall(r'[\w.]+', line) for line in output.getvalue().splitlines()]
+
+
+def test_score_table():
+    words = printed_words(RESULTS, 'mmdet')
     assert ['mAP', 'AP50', 'AP75'] in words
     assert ['box', '0.810', '0.953', '0.902'] in words
     assert ['mask', '0.790', '0.951', '0.888'] in words
 
 
+def test_score_table_turns_percent_into_fractions():
+    words = printed_words(SEGMENTATION_RESULTS, 'mmseg')
+    assert ['mIoU', 'mAcc', 'aAcc'] in words
+    assert ['label', 'map', '0.864', '0.910', '0.971'] in words
+
+
+def test_what_mmsegmentation_reports_is_understood():
+    """Its metric, on one image whose scores are known: IoU 1/2 and 2/3, accuracy 1/2 and 1, 3 of 4 pixels right."""
+    metric = IoUMetric()
+    metric.dataset_meta = METAINFO
+    metric.process({}, [segmentation_sample([[0, 0], [1, 1]], [[0, 1], [1, 1]]).to_dict()])
+    results = metric.evaluate(size=1)
+    row, = scores.REPORTED['mmseg'].values()
+    fractions = {column: score.fraction(results) for column, score in row.items()}
+    assert fractions == pytest.approx(dict(mIoU=7 / 12, mAcc=0.75, aAcc=0.75), abs=1e-4)
+
+
 def test_score_that_was_not_reported_is_an_error():
-    with pytest.raises(ValueError, match='no coco/segm_mAP, only: coco/bbox_mAP'):
+    with pytest.raises(ValueError, match='no coco/segm_mAP was reported, only: coco/bbox_mAP'):
         scores.too_low({'coco/bbox_mAP': 0.8}, 'mmdet', 0.75)
 
 
 def test_unknown_toolbox_is_an_error():
-    with pytest.raises(ValueError, match="mmdet, got default_scope='mmpose'"):
-        scores.main_score_names('mmpose')
+    with pytest.raises(ValueError, match="mmdet, mmseg, got default_scope='mmpose'"):
+        scores.main_scores('mmpose')
 
 
 @pytest.mark.parametrize('minimum, labels', [(0.79, []), (0.8, ['mask']), (0.9, ['box', 'mask'])])
 def test_scores_below_the_minimum_are_named(minimum, labels):
     sentences = scores.too_low(RESULTS, 'mmdet', minimum)
     assert [sentence.split()[0] for sentence in sentences] == labels
+
+
+@pytest.mark.parametrize('minimum, labels', [(0.86, []), (0.87, ['label map mIoU'])])
+def test_minimum_for_percent_is_a_fraction(minimum, labels):
+    sentences = scores.too_low(SEGMENTATION_RESULTS, 'mmseg', minimum)
+    assert [sentence.partition(' is ')[0] for sentence in sentences] == labels
 
 
 def test_nan_is_too_low():
@@ -123,15 +160,15 @@ def test_broken_line_is_an_error(tmp_path):
 def test_curves_show_every_loss_term_rate_and_score(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(curves, 'Figure', lambda **kwargs: figures.append(Figure(**kwargs)) or figures[-1])
-    records = [training_record(10, 1.0), training_record(20, 0.5), {'coco/bbox_mAP': 0.4, 'iter': 20}]
+    records = [training_record(10, 1.0), training_record(20, 0.5), {'coco/bbox_mAP': 0.4, 'mIoU': 70.0, 'iter': 20}]
     out_file = tmp_path / 'curves.png'
-    curves.draw_curves(records, {'box mAP': 'coco/bbox_mAP'}, out_file)
+    curves.draw_curves(records, {**scores.main_scores('mmdet'), **scores.main_scores('mmseg')}, out_file)
 
     losses, rates, points = ([(line.get_label(), line.get_xydata().tolist()) for line in axes.lines]
                              for axes in figures[0].axes)
     assert losses == [('loss (sum of all terms)', [[10, 1.0], [20, 0.5]]), ('loss_cls', [[10, 0.5], [20, 0.25]])]
     assert [data for _, data in rates] == [[[10, 0.1], [20, 0.1]]]
-    assert points == [('box mAP', [[20, 0.4]])]
+    assert points == [('box mAP', [[20, 0.4]]), ('mask mAP', []), ('label map mIoU', [[20, 0.7]])]
     assert cv2.imread(str(out_file)).std() > 0
 
 
@@ -207,6 +244,44 @@ def test_labels_neither_overlap_nor_leave_the_image():
     np.testing.assert_array_equal(apart.any(axis=-1), ~np.eye(8, dtype=bool))
 
 
+def segmentation_sample(truth, predicted):
+    """A tested sample with two label maps."""
+    truth, predicted = (PixelData(data=torch.tensor(label_map)[None]) for label_map in (truth, predicted))
+    return SegDataSample(gt_sem_seg=truth, pred_sem_seg=predicted)
+
+
+def test_label_maps_are_drawn_where_they_are():
+    """The ground truth is a square (class 1) amid pixels without a label, the prediction is class 0 everywhere."""
+    image = np.full((60, 80, 3), 100, np.uint8)
+    truth = np.full((60, 80), 255)
+    truth[10:50, 20:60] = 1
+    sample = segmentation_sample(truth, np.zeros((60, 80), int))
+    truth, prediction = pictures.draw_segmentation(image, sample, METAINFO)
+    scale = pictures.ENLARGE
+    assert truth.shape == prediction.shape == (60 * scale, 80 * scale, 3)
+
+    is_square = np.zeros(truth.shape[:2], bool)
+    is_square[10 * scale:50 * scale, 20 * scale:60 * scale] = True
+    np.testing.assert_array_equal((truth != 100).any(axis=-1), is_square)
+    np.testing.assert_allclose(truth[30 * scale, 40 * scale], (40, 40, 193), atol=2)  # 0.6 of (0, 0, 255)
+    np.testing.assert_allclose(truth[30 * scale, 20 * scale], (0, 0, 255), atol=2)  # outline
+    np.testing.assert_allclose(prediction, np.broadcast_to((193, 40, 40), prediction.shape), atol=2)
+
+
+def test_neighbouring_classes_are_both_outlined():
+    label_map = np.zeros((60, 80), int)
+    label_map[:, 40:] = 1
+    drawn = pictures.draw_label_map(np.full((60, 80, 3), 100, np.uint8), label_map, METAINFO)
+    edge = 40 * pictures.ENLARGE
+    np.testing.assert_allclose(drawn[:, edge - 1], np.broadcast_to((255, 0, 0), (len(drawn), 3)), atol=2)
+    np.testing.assert_allclose(drawn[:, edge], np.broadcast_to((0, 0, 255), (len(drawn), 3)), atol=2)
+
+
+def test_label_map_without_labels_only_enlarges_the_image():
+    drawn = pictures.draw_label_map(np.full((6, 8, 3), 100, np.uint8), np.full((6, 8), 255), METAINFO)
+    assert drawn.shape == (6 * pictures.ENLARGE, 8 * pictures.ENLARGE, 3) and (drawn == 100).all()
+
+
 @pytest.mark.parametrize('num_pairs', [1, 3])
 def test_grid_shows_every_pair(tmp_path, num_pairs):
     pairs = [pictures.Pair(f'{i}.jpg', *(np.full((40, 50, 3), colour, np.uint8)
@@ -258,7 +333,7 @@ def run_demo(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(demo.subprocess, 'run', run)
     monkeypatch.setattr(demo, 'draw_predictions', lambda cfg, checkpoint, out_file: None)
     monkeypatch.setattr(demo, 'read_scalars', lambda work_dir: [])
-    monkeypatch.setattr(demo, 'draw_curves', lambda records, names, out_file: None)
+    monkeypatch.setattr(demo, 'draw_curves', lambda records, main_scores, out_file: None)
     return start
 
 
@@ -274,7 +349,7 @@ def test_demo_runs_the_tools_and_prints_the_scores(run_demo, tmp_path, capsys):
 
 def test_demo_fails_below_the_minimum(run_demo, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run_demo('--min-map', '0.8')
+        run_demo('--min-score', '0.8')
     # A message as exit code: Python prints it to stderr and exits with status 1.
     assert stopped.value.code == 'Not good enough: mask mAP is 0.790, at least 0.8 is asked for.'
     assert '0.790' in capsys.readouterr().out  # the table comes first
@@ -283,3 +358,45 @@ def test_demo_fails_below_the_minimum(run_demo, capsys):
 def test_demo_stops_where_a_step_fails(run_demo):
     with pytest.raises(SystemExit, match='train.py ended with exit status 3'):
         run_demo(failing='train.py')
+
+
+@pytest.mark.parametrize('target, scope', [('demo', 'mmdet'), ('demo-seg', 'mmseg')])
+def test_make_starts_the_demo(demo, target, scope):
+    commands = subprocess.run(['make', '-n', target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command, = (shlex.split(line) for line in commands.splitlines() if 'tools/demo.py' in line)
+    args = demo.parse_args(command[2:])
+    assert Config.fromfile(ROOT / args.config).default_scope == scope
+
+
+SMALL_SEGMENTOR = f"""
+_base_ = {str(ROOT / 'configs/demo/inline_swin_upernet_shapes.py')!r}
+model = dict(
+    backbone=dict(arch=dict(embed_dims=(16, 16, 16, 16), num_heads=(1, 1, 1, 1), depths=(1, 1, 1, 1))),
+    decode_head=dict(in_channels=[16, 16, 16, 16], channels=16),
+    auxiliary_head=dict(in_channels=16, channels=16))
+train_dataloader = dict(batch_size=2)
+val_dataloader = dict(dataset=dict(indices=2))
+test_dataloader = val_dataloader
+train_cfg = dict(max_iters=4, val_interval=2)
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group('whole runs')
+def test_segmentation_demo(tmp_path):
+    (tmp_path / 'small.py').write_text(SMALL_SEGMENTOR)
+    result = subprocess.run(
+        [sys.executable, ROOT / 'tools/demo.py', 'small.py', '--work-dir', 'run', '--min-score', '0'], cwd=tmp_path,
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+    validations = [record for record in curves.read_scalars(tmp_path / 'run') if 'mIoU' in record]
+    assert [record['iter'] for record in validations] == [record['step'] for record in validations] == [2, 4]
+    results = scores.read_test_results(tmp_path / 'run/test')
+    assert results['mIoU'] == validations[-1]['mIoU']  # of the last checkpoint, on the same images
+    table = re.search(r'label map\W+([\d.]+)', result.stdout)
+    assert float(table.group(1)) == pytest.approx(results['mIoU'] / 100, abs=6e-4)
+    for name in ('predictions.png', 'curves.png'):
+        assert cv2.imread(str(tmp_path / 'run' / name)).std() > 0

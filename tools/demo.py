@@ -26,7 +26,7 @@ from rich.table import Table
 
 from mminline.analysis.curves import draw_curves, read_scalars
 from mminline.analysis.pictures import draw_predictions
-from mminline.analysis.scores import main_score_names, read_test_results, score_table, too_low
+from mminline.analysis.scores import main_scores, read_test_results, score_table, too_low
 
 
 def parse_args(argv=None):
@@ -34,8 +34,9 @@ def parse_args(argv=None):
     parser.add_argument('config', metavar='CONFIG', help='config file')
     parser.add_argument('--work-dir', type=Path, required=True, metavar='DIR',
                         help='folder for the run and the pictures')
-    parser.add_argument('--min-map', type=float, default=0.75, metavar='X',
-                        help='lowest mAP to be content with, of boxes and of masks (%(default)s)')
+    parser.add_argument('--min-score', type=float, default=0.75, metavar='X',
+                        help='lowest score to be content with, from 0 to 1 (%(default)s): mAP of boxes and of masks '
+                        'in detection, mIoU in segmentation')
     return parser.parse_args(argv)
 
 
@@ -75,7 +76,7 @@ def main(argv=None):
     predictions, curves = (args.work_dir / name for name in ('predictions.png', 'curves.png'))
     with timed(seconds, 'pictures'):
         draw_predictions(cfg, checkpoint, predictions)
-        draw_curves(read_scalars(args.work_dir), main_score_names(scope), curves)
+        draw_curves(read_scalars(args.work_dir), main_scores(scope), curves)
 
     times = Table(title='Seconds, on this machine', title_justify='left')
     times.add_column('step')
@@ -89,7 +90,7 @@ def main(argv=None):
     console.print(times, score_table(results, scope, title=f'Scores of {checkpoint} on held-out images'))
     console.print(f'Pictures: {predictions}, {curves}')
 
-    failures = too_low(results, scope, args.min_map)
+    failures = too_low(results, scope, args.min_score)
     if failures:
         sys.exit(f"Not good enough: {'; '.join(failures)}.")
 

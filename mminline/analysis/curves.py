@@ -5,6 +5,8 @@ from typing import Union
 
 from matplotlib.figure import Figure
 
+from .scores import Score
+
 
 def read_scalars(work_dir: Union[str, Path]) -> list[dict]:
     """Reads what mmengine's ``LocalVisBackend`` recorded in a work dir.
@@ -54,34 +56,34 @@ def _read_lines(path: Path) -> list[dict]:
     return records
 
 
-def draw_curves(records: list[dict], score_names: dict[str, str], out_file: Union[str, Path]) -> None:
+def draw_curves(records: list[dict], scores: dict[str, Score], out_file: Union[str, Path]) -> None:
     """Draws loss terms, learning rate and validation scores over the iterations.
 
     Args:
         records: From :func:`read_scalars`.
-        score_names: For each label in the picture, the name of the score in the records.
+        scores: For each label in the picture, a score of the validation records.
         out_file: The picture to write.
     """
     figure = Figure(figsize=(9, 10), layout='constrained')
-    losses, rates, scores = figure.subplots(3, sharex=True, height_ratios=(3, 1, 2))
+    loss_axes, rate_axes, score_axes = figure.subplots(3, sharex=True, height_ratios=(3, 1, 2))
 
     terms = [name for name in records[0] if name.rpartition('.')[2].startswith('loss')]
     for name in sorted(terms, key=lambda name: name != 'loss'):
         is_sum = name == 'loss'
-        losses.plot(*_series(records, name), label='loss (sum of all terms)' if is_sum else name,
-                    color='black' if is_sum else None, linewidth=2 if is_sum else 1.5)
-    losses.set(title='Training loss', ylabel='loss', yscale='log')
-    rates.plot(*_series(records, 'lr'), color='black')
-    rates.set(title='Learning rate', ylabel='learning rate', ylim=(0, None))
-    rates.ticklabel_format(axis='y', scilimits=(0, 0))
-    for label, name in score_names.items():
-        iterations, values = _series(records, name)
-        scores.plot(iterations, values, marker='o', label=label)
-    scores.set(title='Scores on the validation images', xlabel='iteration', ylabel='score', ylim=(0, 1))
-    for axes in (losses, rates, scores):
+        loss_axes.plot(*_series(records, name), label='loss (sum of all terms)' if is_sum else name,
+                       color='black' if is_sum else None, linewidth=2 if is_sum else 1.5)
+    loss_axes.set(title='Training loss', ylabel='loss', yscale='log')
+    rate_axes.plot(*_series(records, 'lr'), color='black')
+    rate_axes.set(title='Learning rate', ylabel='learning rate', ylim=(0, None))
+    rate_axes.ticklabel_format(axis='y', scilimits=(0, 0))
+    for label, score in scores.items():
+        iterations, values = _series(records, score.name)
+        score_axes.plot(iterations, [value / score.out_of for value in values], marker='o', label=label)
+    score_axes.set(title='Scores on the validation images', xlabel='iteration', ylabel='score', ylim=(0, 1))
+    for axes in (loss_axes, rate_axes, score_axes):
         axes.grid(alpha=0.3)
         axes.spines[['top', 'right']].set_visible(False)
-    for axes in (losses, scores):
+    for axes in (loss_axes, score_axes):
         # Beside the axes, where no curve can run through it.
         axes.legend(loc='upper left', bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(out_file, dpi=120)

@@ -46,7 +46,7 @@ def draw_predictions(cfg: Config, checkpoint: Union[str, Path], out_file: Union[
     """Draws ground truth and predictions for images spread evenly over a config's test set.
 
     Args:
-        cfg: A config of MMDetection whose test pipeline loads the annotations.
+        cfg: A config of MMDetection or MMSegmentation whose test pipeline loads the annotations.
         checkpoint: The weights.
         out_file: The picture to write.
         num_images: How many images; all, if there are fewer.
@@ -85,10 +85,17 @@ def draw_detections(image: np.ndarray, sample, metainfo: dict) -> tuple[np.ndarr
         draw_objects(image, Objects(predicted.bboxes, predicted.masks, predicted.labels, predicted.scores), metainfo))
 
 
+def draw_segmentation(image: np.ndarray, sample, metainfo: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the ground truth and the prediction of a tested ``SegDataSample``, both of the image's size."""
+    truth, predicted = (label_map.data.squeeze(0).numpy() for label_map in (sample.gt_sem_seg, sample.pred_sem_seg))
+    return draw_label_map(image, truth, metainfo), draw_label_map(image, predicted, metainfo)
+
+
 # What draws (image, sample, metainfo) into two images, and what the reader is told, by the toolbox of the sample.
 DRAWN_BY = {
     'mmdet': (draw_detections,
               f'outline and fill: mask;  dashed: box;  number: score (predictions from {MIN_SCORE} are drawn)'),
+    'mmseg': (draw_segmentation, 'outline and fill: class of the pixels'),
 }
 
 
@@ -104,15 +111,14 @@ def draw_objects(image: np.ndarray, objects: Objects, metainfo: dict) -> np.ndar
     Returns:
         The drawn image, ``ENLARGE`` times as high and wide, RGB uint8.
     """
-    image = cv2.resize(image, None, fx=ENLARGE, fy=ENLARGE, interpolation=cv2.INTER_CUBIC)
+    image = _enlarge(image)
     if not len(objects.labels):
         return image
     height, width = image.shape[:2]
     colours = [tuple(metainfo['palette'][label]) for label in objects.labels]
     masks = objects.masks.repeat(ENLARGE, axis=1).repeat(ENLARGE, axis=2)
     visualizer = Visualizer(image=image)
-    visualizer.draw_binary_masks(masks, colours, alphas=0.4)
-    visualizer.draw_binary_masks(np.stack([_outline(mask) for mask in masks]), colours, alphas=1.0)
+    _draw_masks(visualizer, masks, colours, fill=0.4)
     # Lines along the image's edge would be cut in half.
     boxes = np.clip(objects.boxes * ENLARGE, 2, (width - 2, height - 2) * 2)
     visualizer.draw_bboxes(boxes, edge_colors=colours, line_styles='--', line_widths=2, alpha=1)
@@ -127,6 +133,39 @@ def draw_objects(image: np.ndarray, objects: Objects, metainfo: dict) -> np.ndar
             text, centre, FONT_SIZE, 'black', 'center', 'center',
             bboxes=dict(facecolor='white', edgecolor=np.divide(colour, 255), alpha=0.85, pad=TEXT_PAD))
     return visualizer.get_image()
+
+
+def draw_label_map(image: np.ndarray, label_map: np.ndarray, metainfo: dict) -> np.ndarray:
+    """Draws the regions of a label map in the colours of the classes.
+
+    Args:
+        image: (height, width, 3), RGB uint8.
+        label_map: (height, width), class indices. Pixels with another value (such as 255, not labelled) are left
+            as they are.
+        metainfo: The data set's ``palette`` (RGB).
+
+    Returns:
+        The drawn image, ``ENLARGE`` times as high and wide, RGB uint8.
+    """
+    image = _enlarge(image)
+    labels = np.unique(label_map[label_map < len(metainfo['palette'])])
+    if not len(labels):
+        return image
+    masks = label_map.repeat(ENLARGE, axis=0).repeat(ENLARGE, axis=1) == labels[:, None, None]
+    visualizer = Visualizer(image=image)
+    colours = [tuple(metainfo['palette'][label]) for label in labels]
+    _draw_masks(visualizer, masks, colours, fill=0.6)  # strong, as only the colour tells the class
+    return visualizer.get_image()
+
+
+def _enlarge(image: np.ndarray) -> np.ndarray:
+    return cv2.resize(image, None, fx=ENLARGE, fy=ENLARGE, interpolation=cv2.INTER_CUBIC)
+
+
+def _draw_masks(visualizer: Visualizer, masks: np.ndarray, colours: list[tuple], fill: float) -> None:
+    """Fills (with this opacity, 0 to 1) and outlines at least one mask, (n, height, width) bool, in RGB colours."""
+    visualizer.draw_binary_masks(masks, colours, alphas=fill)
+    visualizer.draw_binary_masks(np.stack([_outline(mask) for mask in masks]), colours, alphas=1.0)
 
 
 def _outline(mask: np.ndarray) -> np.ndarray:

@@ -1,16 +1,49 @@
 """The scores of a test run: where they are, what they are called, and as a table."""
 import json
 from pathlib import Path
-from typing import Union
+from typing import NamedTuple, Union
 
 from rich.table import Table
 
-# What is reported, by the toolbox (default_scope) that computes it: row -> column -> name in the results.
-# The first column of a row is its main score.
+
+class Score(NamedTuple):
+    """How a toolbox reports a score, in a test as in a validation."""
+
+    name: str  # in the results
+    out_of: float = 1  # what a perfect model gets; 100 where percent are reported
+
+    def fraction(self, results: dict) -> float:
+        """The score, from 0 to 1.
+
+        Raises:
+            ValueError: If the results lack it.
+        """
+        if self.name not in results:
+            raise ValueError(f"no {self.name} was reported, only: {', '.join(sorted(results)) or 'nothing'}")
+        return results[self.name] / self.out_of
+
+
+# What is reported, by the toolbox (default_scope) that computes it, as rows and columns of a table. The first
+# column of a row is its main score.
 REPORTED = {
     'mmdet': {
-        'box': {'mAP': 'coco/bbox_mAP', 'AP50': 'coco/bbox_mAP_50', 'AP75': 'coco/bbox_mAP_75'},
-        'mask': {'mAP': 'coco/segm_mAP', 'AP50': 'coco/segm_mAP_50', 'AP75': 'coco/segm_mAP_75'},
+        'box': {
+            'mAP': Score('coco/bbox_mAP'),
+            'AP50': Score('coco/bbox_mAP_50'),
+            'AP75': Score('coco/bbox_mAP_75'),
+        },
+        'mask': {
+            'mAP': Score('coco/segm_mAP'),
+            'AP50': Score('coco/segm_mAP_50'),
+            'AP75': Score('coco/segm_mAP_75'),
+        },
+    },
+    'mmseg': {
+        'label map': {
+            'mIoU': Score('mIoU', out_of=100),
+            'mAcc': Score('mAcc', out_of=100),
+            'aAcc': Score('aAcc', out_of=100),
+        },
     },
 }
 
@@ -22,7 +55,7 @@ def read_test_results(work_dir: Union[str, Path]) -> dict:
         work_dir: The ``--work-dir`` of tools/test.py.
 
     Returns:
-        The results by name, such as ``'coco/bbox_mAP'``.
+        The results by name, such as ``'coco/bbox_mAP'``, as the toolbox reports them.
 
     Raises:
         FileNotFoundError: If no test has finished in that folder.
@@ -33,8 +66,8 @@ def read_test_results(work_dir: Union[str, Path]) -> dict:
     return json.loads(results[-1].read_text())
 
 
-def main_score_names(scope: str) -> dict[str, str]:
-    """The names of the main scores in the results, by what a reader calls them (``'box mAP'``).
+def main_scores(scope: str) -> dict[str, Score]:
+    """The main scores, by what a reader calls them (``'box mAP'``).
 
     Args:
         scope: The config's ``default_scope``.
@@ -42,15 +75,15 @@ def main_score_names(scope: str) -> dict[str, str]:
     Raises:
         ValueError: If no scores are known for that toolbox.
     """
-    names = {}
+    scores = {}
     for row, columns in _reported(scope).items():
-        column, name = next(iter(columns.items()))
-        names[f'{row} {column}'] = name
-    return names
+        column, score = next(iter(columns.items()))
+        scores[f'{row} {column}'] = score
+    return scores
 
 
 def score_table(results: dict, scope: str, title: str) -> Table:
-    """A table of all reported scores, for rich to print.
+    """A table of all reported scores, from 0 to 1, for rich to print.
 
     Args:
         results: From :func:`read_test_results`.
@@ -66,28 +99,22 @@ def score_table(results: dict, scope: str, title: str) -> Table:
     for column in next(iter(rows.values())):
         table.add_column(column, justify='right')
     for row, columns in rows.items():
-        table.add_row(row, *(f'{_look_up(results, name):.3f}' for name in columns.values()))
+        table.add_row(row, *(f'{score.fraction(results):.3f}' for score in columns.values()))
     return table
 
 
 def too_low(results: dict, scope: str, minimum: float) -> list[str]:
-    """One sentence for each main score that does not reach a minimum; arguments and errors as in
-    :func:`score_table`."""
+    """One sentence for each main score that does not reach a minimum (from 0 to 1); other arguments and errors as
+    in :func:`score_table`."""
     sentences = []
-    for label, name in main_score_names(scope).items():
-        score = _look_up(results, name)
-        if not score >= minimum:  # NaN is too low as well
-            sentences.append(f'{label} is {score:.3f}, at least {minimum:g} is asked for')
+    for label, score in main_scores(scope).items():
+        value = score.fraction(results)
+        if not value >= minimum:  # NaN is too low as well
+            sentences.append(f'{label} is {value:.3f}, at least {minimum:g} is asked for')
     return sentences
 
 
-def _reported(scope: str) -> dict[str, dict[str, str]]:
+def _reported(scope: str) -> dict[str, dict[str, Score]]:
     if scope not in REPORTED:
         raise ValueError(f"scores are known for {', '.join(REPORTED)}, got default_scope={scope!r}")
     return REPORTED[scope]
-
-
-def _look_up(results: dict, name: str) -> float:
-    if name not in results:
-        raise ValueError(f"the test reported no {name}, only: {', '.join(sorted(results)) or 'nothing'}")
-    return results[name]

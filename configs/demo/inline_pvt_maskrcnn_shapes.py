@@ -1,6 +1,8 @@
 # A narrow Mask R-CNN with InLine-PVT: learns the synthetic shapes (tools/make_shapes.py) on a CPU in minutes.
 _base_ = '../inline_pvt_maskrcnn.py'
 
+norm_cfg = dict(type='GN', num_groups=8)  # what starts from nothing learns faster with norms in neck and heads
+
 # ---- model: narrow backbone and heads, anchors for objects of 16 to 64 pixels ----------------------------
 model = dict(
     backbone=dict(
@@ -11,15 +13,18 @@ model = dict(
             depths=(2, 2, 2, 2),
             mlp_ratios=(4, 4, 4, 4)),
         drop_path_rate=0.0,
-        init_cfg=None),
-    neck=dict(in_channels=[32, 64, 128, 192], out_channels=64),
+        # For so narrow layers the authors' deviation of 0.02 is a slow start.
+        init_cfg=dict(_delete_=True, type='Xavier', layer='Linear')),
+    neck=dict(in_channels=[32, 64, 128, 192], out_channels=64, norm_cfg=norm_cfg),
     rpn_head=dict(in_channels=64, feat_channels=64, anchor_generator=dict(scales=[4])),
     roi_head=dict(
         bbox_roi_extractor=dict(out_channels=64),
-        bbox_head=dict(in_channels=64, fc_out_channels=256, num_classes=3),
+        bbox_head=dict(
+            type='ConvFCBBoxHead', num_shared_convs=2, num_shared_fcs=1, in_channels=64, conv_out_channels=64,
+            fc_out_channels=256, num_classes=3, reg_class_agnostic=True, norm_cfg=norm_cfg),
         mask_roi_extractor=dict(out_channels=64),
-        mask_head=dict(in_channels=64, conv_out_channels=64, num_classes=3)),
-    train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=64))),
+        mask_head=dict(num_convs=2, in_channels=64, conv_out_channels=64, num_classes=3, norm_cfg=norm_cfg)),
+    train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=128))),
     test_cfg=dict(rpn=dict(nms_pre=500, max_per_img=200)))
 
 # ---- data ------------------------------------------------------------------------------------------------
@@ -63,12 +68,12 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/val.json')
 test_evaluator = val_evaluator
 
-# ---- schedule: 10 epochs, about 1000 iterations ----------------------------------------------------------
-train_cfg = dict(max_epochs=10, val_interval=2)
+# ---- schedule: 13 epochs, about 1240 iterations ----------------------------------------------------------
+train_cfg = dict(max_epochs=13, val_interval=3)
 optim_wrapper = dict(optimizer=dict(lr=1e-3))
 param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=100),
-    dict(type='MultiStepLR', by_epoch=True, begin=0, end=10, milestones=[7, 9], gamma=0.1)
+    dict(type='LinearLR', start_factor=0.03, by_epoch=False, begin=0, end=50),
+    dict(type='CosineAnnealingLR', by_epoch=True, begin=0, end=13, T_max=13, convert_to_iter_based=True)
 ]
 auto_scale_lr = dict(base_batch_size=4)
 

@@ -7,7 +7,7 @@ from mmcv.cnn import build_norm_layer
 from torch import Tensor, nn
 
 
-def to_multiple(size: int, divisor: int) -> int:
+def missing_to_multiple(size: int, divisor: int) -> int:
     """Return what is missing from ``size`` to a multiple of ``divisor``."""
     # Not -size % divisor: torch 2.13 cannot trace the remainder of a negative symbolic size.
     return (divisor - size % divisor) % divisor
@@ -15,7 +15,7 @@ def to_multiple(size: int, divisor: int) -> int:
 
 def pad_to_multiple(x: Tensor, divisor: int) -> Tensor:
     """Pad (B, C, height, width) with zeros at the bottom and right until ``divisor`` divides both sizes."""
-    bottom, right = (to_multiple(size, divisor) for size in x.shape[-2:])
+    bottom, right = (missing_to_multiple(size, divisor) for size in x.shape[-2:])
     # Padding by nothing copies; a compiled graph keeps it, to stay valid for other sizes.
     if not torch.compiler.is_compiling() and bottom == right == 0:
         return x

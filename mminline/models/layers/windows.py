@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import MultiheadAttention, merge_heads, split_heads
-from .embed import to_multiple
+from .embed import missing_to_multiple
 
 
 def pad_map(x: Tensor, window: Tuple[int, int]) -> Tensor:
     """Pad maps (B, H, W, C) with zeros at the bottom and right until the window divides them."""
-    return F.pad(x, (0, 0, 0, to_multiple(x.shape[2], window[1]), 0, to_multiple(x.shape[1], window[0])))
+    return F.pad(x, (0, 0, 0, missing_to_multiple(x.shape[2], window[1]), 0, missing_to_multiple(x.shape[1], window[0])))
 
 
 def to_windows(x: Tensor, window: Tuple[int, int]) -> Tensor:
@@ -45,7 +45,7 @@ def window_mask(hw_shape: Tuple[int, int], window: Tuple[int, int], shift: int, 
     Returns:
         None where every token attends to its whole window.
     """
-    padded_shape = tuple(size + to_multiple(size, edge) for size, edge in zip(hw_shape, window))
+    padded_shape = tuple(size + missing_to_multiple(size, edge) for size, edge in zip(hw_shape, window))
     if shift == 0 and padded_shape == tuple(hw_shape):
         return None
     axes = []

@@ -16,7 +16,8 @@ from .embed import missing_to_multiple
 
 def pad_map(x: Tensor, window: Tuple[int, int]) -> Tensor:
     """Pad maps (B, H, W, C) with zeros at the bottom and right until the window divides them."""
-    return F.pad(x, (0, 0, 0, missing_to_multiple(x.shape[2], window[1]), 0, missing_to_multiple(x.shape[1], window[0])))
+    bottom, right = (missing_to_multiple(size, edge) for size, edge in zip(x.shape[1:3], window))
+    return F.pad(x, (0, 0, 0, right, 0, bottom))
 
 
 def to_windows(x: Tensor, window: Tuple[int, int]) -> Tensor:

@@ -150,6 +150,15 @@ def test_functions_are_timed_in_turns():
     assert measure.median_ratio([2, 9, 4], [1, 3, 2]) == 2
 
 
+def test_rivals_are_timed_in_pairs_with_the_base():
+    calls = []
+    functions = {name: lambda name=name: calls.append(name) or torch.zeros(2_000_000).sin() for name in 'ABC'}
+    seconds, ratios = measure.time_in_pairs(functions, 'A', CPU, seconds=0)
+    assert 'B' * calls.count('B') + 'C' * calls.count('C') == ''.join(calls).replace('A', '')
+    assert set(seconds) == set(ratios) == set('ABC') and ratios['A'] == 1
+    assert all(value > 0 for value in seconds.values())
+
+
 # ---- backbones ----------------------------------------------------------------------------------------
 def test_backbone_benchmark(tmp_path):
     result = run_tool('benchmark_backbone', '--sizes', '64', '32x96', '--methods', 'formula', 'softmax', '--device',

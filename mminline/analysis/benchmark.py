@@ -9,7 +9,6 @@ What is compared, each from q, k and v of (B, N, C) to (B, N, C):
   reduction costs in a layer is about what InLine's layer pays for projecting all keys and values.
 """
 import math
-import statistics
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
@@ -27,11 +26,10 @@ from mminline.ops.reference import inline_attention_weights, local_attention
 from .measure import (
     copy_bandwidth,
     device_name,
-    median_ratio,
     peak_bytes,
     relative_error,
     saved_bytes,
-    time_interleaved,
+    time_in_pairs,
     write_csv,
 )
 
@@ -270,16 +268,16 @@ def _measure_case(case: Case, methods: Sequence[str], dtype: torch.dtype, device
         torch.autograd.grad(forward(method), used_inputs(method, inputs), grad)
 
     with torch.no_grad():
-        forwards = time_interleaved(
-            {method: lambda method=method: forward(method) for method in methods}, device, seconds / 2)
-    trainings = time_interleaved(
-        {method: lambda method=method: train(method) for method in methods}, device, seconds / 2)
+        forward_seconds, forward_ratios = time_in_pairs(
+            {method: lambda method=method: forward(method) for method in methods}, 'inline', device, seconds / 2)
+    training_seconds, training_ratios = time_in_pairs(
+        {method: lambda method=method: train(method) for method in methods}, 'inline', device, seconds / 2)
     floor_ms = inputs.q.numel() * inputs.q.element_size() / bandwidth * 1e3
     for method in methods:
         yield Row(
             device_name(device), str(dtype).removeprefix('torch.'), *case, case.num_heads, method, errors[method],
-            statistics.median(forwards[method]) * 1e3, median_ratio(forwards[method], forwards['inline']),
-            statistics.median(trainings[method]) * 1e3, median_ratio(trainings[method], trainings['inline']),
+            forward_seconds[method] * 1e3, forward_ratios[method],
+            training_seconds[method] * 1e3, training_ratios[method],
             saved_bytes(lambda method=method: forward(method)), peak_bytes(lambda method=method: train(method), device),
             FORWARD_PASSES * floor_ms, (FORWARD_PASSES + BACKWARD_PASSES) * floor_ms)
 

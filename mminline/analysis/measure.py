@@ -64,6 +64,31 @@ def time_interleaved(functions: Dict[str, Callable[[], object]], device: torch.d
     return times
 
 
+def time_in_pairs(functions: Dict[str, Callable[[], object]], base: str, device: torch.device, seconds: float
+                  ) -> Tuple[Dict[str, float], Dict[str, float]]:
+    """Time each function in turns with the base, and with nothing else.
+
+    A call that takes seconds lets caches and pages go cold; only its own ratio shall tell of that.
+
+    Args:
+        functions: What to time, by name; at least one beside the base.
+        base: Name of the one that the others are compared with.
+        device: Where they run.
+        seconds: About how long to measure in all.
+
+    Returns:
+        Median seconds per call, and the median ratio to the base, by name.
+    """
+    others = [name for name in functions if name != base]
+    of_base, medians, ratios = [], {}, {base: 1.0}
+    for name in others:
+        times = time_interleaved({key: functions[key] for key in (base, name)}, device, seconds / len(others))
+        of_base += times[base]
+        medians[name], ratios[name] = statistics.median(times[name]), median_ratio(times[name], times[base])
+    medians[base] = statistics.median(of_base)
+    return medians, ratios
+
+
 def median_ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
     """Return the median over the rounds of how many times as long as the base something took."""
     return statistics.median(time / base for time, base in zip(times, base_times))

@@ -1,7 +1,7 @@
 """Measures the attention op beside the authors' formula, softmax, and PVT's reduced softmax.
 
-Every result is checked before anything is timed. Times are taken in turns (A, B, A, B ...), and ratios are medians over
-the rounds. Writes op.csv and op.png.
+Every result is checked before anything is timed. Each rival is timed in turns with the op (A, B, A, B ...), and
+ratios are medians over the rounds. Writes op.csv and op.png.
 
 Exit status: 2, with a message, for arguments that cannot be measured.
 """

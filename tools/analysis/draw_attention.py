@@ -1,0 +1,75 @@
+"""Draws what chosen pixels of an image attend to in one block of a backbone.
+
+The weights are exact: before anything is written, weights times values are held against the output of the layer.
+Negative weights, which inline attention has, are blue, positive ones red. Writes NAME_stageS_blockB.png and, for each
+part (global, local, sum; or weights), NAME_stageS_blockB_PART.npy, one map of the keys for each query, (Q, H, W).
+
+Exit status: 2, with a message, for arguments that cannot be drawn.
+"""
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mminline import runs
+from mminline.analysis import attention_maps
+
+
+def parse_pixel(text):
+    parts = text.split(',')
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f'expected X,Y in pixels, got {text!r}')
+    return int(parts[0]), int(parts[1])
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description='Draw what chosen pixels attend to in one block of a backbone.')
+    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser.add_argument('checkpoint', metavar='CHECKPOINT', help='checkpoint of a run, or a file of the authors')
+    parser.add_argument('image', metavar='IMAGE', type=Path, help='image file')
+    parser.add_argument('--stage', type=int, default=0, metavar='S', help='stage of the backbone, from 0 (%(default)s)')
+    parser.add_argument('--block', type=int, default=0, metavar='B', help='block of the stage, from 0 (%(default)s)')
+    parser.add_argument('--query', type=parse_pixel, nargs='+', required=True, metavar='X,Y',
+                        help='pixels of the image as it is in the file, from its upper left corner')
+    parser.add_argument('--head', type=int, metavar='H', help='one head, from 0 (the mean of all heads)')
+    parser.add_argument('--device', type=torch.device, default='cuda' if torch.cuda.is_available() else 'cpu',
+                        help='cpu or cuda (%(default)s)')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/attention'), metavar='DIR',
+                        help='folder for the picture and the maps (%(default)s)')
+    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
+                        help='settings that replace those of the config')
+    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
+    return parser, parser.parse_args()
+
+
+def main():
+    parser, args = parse_args()
+    with runs.exit_on_run_error(parser):
+        cfg = runs.load_config(args)
+        backbone, preprocessor = attention_maps.load_backbone(cfg, args.checkpoint, args.device)
+        loaded = attention_maps.load_image(cfg, preprocessor, args.image)
+        try:
+            calls, sight = attention_maps.see(backbone, *loaded, args.stage, args.block)
+            queries = torch.tensor([sight.token_at(*pixel) for pixel in args.query], device=args.device)
+            rows, error = attention_maps.explain(calls, queries)
+            maps = attention_maps.weight_maps(rows, args.head)
+        except (ValueError, NotImplementedError) as problem:
+            raise runs.RunError(f'{args.config}: {problem}') from problem
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f'{args.image.stem}_stage{args.stage}_block{args.block}'
+    for part, values in maps.items():
+        np.save(args.out / f'{name}_{part}.npy', values)
+    heads = 'mean of all heads' if args.head is None else f'head {args.head}'
+    layer = type(calls[0].layer).__name__
+    attention_maps.draw_maps(
+        maps, sight, args.query, rows[0].key_patch,
+        f'{type(backbone).__name__}, stage {args.stage}, block {args.block}: {layer}, {heads}',
+        args.out / f'{name}.png')
+    print(f'{layer}, a map of {sight.hw_shape[0]}x{sight.hw_shape[1]} tokens: weights times values give its output to '
+          f'{error:.1g} (relative)')
+    print(f'Written to {args.out}')
+
+
+if __name__ == '__main__':
+    main()

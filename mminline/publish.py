@@ -2,8 +2,6 @@
 import copy
 import hashlib
 import os
-import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Union
 
@@ -11,10 +9,8 @@ import torch
 from mmengine import __version__ as mmengine_version
 from mmengine.config import Config
 from mmengine.logging import print_log
-from torch import Tensor
 
-from .build import build_on_meta
-from .preflight import RunError
+from .build import build_on_meta, check_fit, read_checkpoint
 from .runs import drop_pretrained
 from .safe_loading import load_weights_file
 from .version import __version__
@@ -45,13 +41,8 @@ def publish_checkpoint(cfg: Config, checkpoint: Union[str, Path], out_dir: Union
     Raises:
         RunError: if the checkpoint cannot be read, or its weights are not those of the config's model.
     """
-    try:
-        content = load_weights_file(checkpoint)
-    except (FileNotFoundError, pickle.UnpicklingError, RuntimeError) as error:
-        raise RunError(str(error)) from error
-    if not isinstance(content, dict) or not isinstance(content.get('state_dict'), dict):
-        raise RunError(f'{checkpoint} is no checkpoint of a run: it has no state_dict')
-    _check_fit(cfg, content['state_dict'], checkpoint)
+    content = read_checkpoint(checkpoint)
+    check_fit(build_on_meta(cfg), content, checkpoint, cfg)
     if 'ema_state_dict' in content:
         print_log('the weights are the averaged ones (EMA)', logger='current')
     meta = {key: value for key, value in (content.get('meta') or {}).items() if key in KEPT_META}
@@ -76,18 +67,6 @@ def _drop_places(node) -> None:
     if isinstance(node, (list, tuple)):
         for value in node:
             _drop_places(value)
-
-
-def _check_fit(cfg: Config, state_dict: 'OrderedDict[str, Tensor]', checkpoint: Union[str, Path]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in build_on_meta(cfg).state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    differing = sorted(name for name in {*expected, *saved} if expected.get(name) != saved.get(name))
-    if differing:
-        name = differing[0]
-        raise RunError(
-            f'the weights in {checkpoint} are not those of the model of {cfg.filename}: {len(differing)} parameters '
-            f'differ, such as {name}, {saved.get(name, "none")} in the checkpoint and {expected.get(name, "none")} in '
-            "the model. The run's own config is in its work dir.")
 
 
 def _save(content: dict, out_dir: Path, name: str) -> Path:

@@ -11,7 +11,8 @@ import os.path as osp
 import warnings
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Optional
+from pathlib import Path
+from typing import Optional, Union
 
 import torch.distributed
 from mmengine.config import Config, ConfigDict, DictAction
@@ -75,22 +76,36 @@ def load_config(args: argparse.Namespace) -> Config:
         RunError: If the file is missing or broken, an option does not fit it, or its toolbox is not usable.
     """
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    if not osp.isfile(args.config):
-        raise RunError(f'{args.config}: no such config file')
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'pkg_resources is deprecated')  # mmengine finds mmdet:: with it
-            cfg = Config.fromfile(args.config)
-    except Exception as error:  # a config is code that is run: anything can come out of it
-        raise RunError(f'{args.config} cannot be read: {type(error).__name__}: {error}') from error
-    _merge_options(cfg, args.cfg_options)
-    _check_toolbox(cfg, args.config)
+    cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher
     if args.launcher == 'pytorch' and 'RANK' not in os.environ:
         raise RunError('--launcher pytorch is for processes that torchrun starts: '
                        'use tools/dist_train.sh or tools/dist_test.sh')
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join(
         'work_dirs', osp.splitext(osp.basename(args.config))[0])
+    return cfg
+
+
+def read_config(path: Union[str, Path], options: Optional[dict] = None) -> Config:
+    """Reads a config file, for a run or for anything else.
+
+    Args:
+        path: The file.
+        options: Settings that replace those of the config, by their dotted keys (``--cfg-options``).
+
+    Raises:
+        RunError: If the file is missing or broken, an option does not fit it, or its toolbox is not usable.
+    """
+    if not osp.isfile(path):
+        raise RunError(f'{path}: no such config file')
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', 'pkg_resources is deprecated')  # mmengine finds mmdet:: with it
+            cfg = Config.fromfile(path)
+    except Exception as error:  # a config is code that is run: anything can come out of it
+        raise RunError(f'{path} cannot be read: {type(error).__name__}: {error}') from error
+    _merge_options(cfg, options or {})
+    _check_toolbox(cfg, path)
     return cfg
 
 
@@ -127,7 +142,7 @@ def _move_data_root(cfg: Config, old: str, new: str) -> None:
     move(cfg._cfg_dict)
 
 
-def _check_toolbox(cfg: Config, path: str) -> None:
+def _check_toolbox(cfg: Config, path: Union[str, Path]) -> None:
     scope = cfg.get('default_scope')
     if scope not in TOOLBOXES:
         raise RunError(f"{path}: default_scope must be one of {', '.join(TOOLBOXES)}, got {scope!r}; "
@@ -275,7 +290,8 @@ def _show_predictions(cfg: Config, show: bool, show_dir: Optional[str], wait_tim
             cfg.visualizer.save_dir = show_dir
 
 
-def _innermost_dataset(cfg: Config) -> ConfigDict:
+def innermost_dataset(cfg: Config) -> ConfigDict:
+    """The test data set of a config, without the data sets that only wrap it."""
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
@@ -283,7 +299,7 @@ def _innermost_dataset(cfg: Config) -> ConfigDict:
 
 
 def _use_detection_tta(cfg: Config) -> None:
-    dataset = _innermost_dataset(cfg)
+    dataset = innermost_dataset(cfg)
     if 'tta_model' not in cfg:
         cfg.tta_model = dict(
             type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100))
@@ -308,7 +324,7 @@ def _use_segmentation_tta(cfg: Config) -> None:
     for key in ('tta_model', 'tta_pipeline'):
         if key not in cfg:
             raise RunError(f'--tta: the config has no {key}')
-    _innermost_dataset(cfg).pipeline = cfg.tta_pipeline
+    innermost_dataset(cfg).pipeline = cfg.tta_pipeline
     cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
 
 

@@ -40,13 +40,13 @@ class AbsentGPU:
         return 0
 
 
-def attend(hw_shape, channels, num_heads, dtype, batch=1, local=True):
+def attend(hw_shape, channels, num_heads, dtype, batch=1, local=True, valid_hw=None):
     """Forward and backward as a PVT layer calls them: q by itself, k and v from one projection."""
     num_tokens = hw_shape[0] * hw_shape[1]
     q, grad = torch.zeros(2, batch, num_tokens, channels, dtype=dtype)
     k, v = torch.zeros(batch, num_tokens, 2 * channels, dtype=dtype).chunk(2, dim=-1)
     weight = torch.zeros(batch, channels, 3, 3, dtype=dtype) if local else None
-    settings = (num_heads, 0.5, hw_shape, 0, True)
+    settings = (num_heads, 0.5, hw_shape, 0, True, valid_hw)
     _, *statistics = cuda.forward(q, k, v, weight, *settings)
     cuda.backward(grad, q, k, v, weight, *statistics, *settings)
 
@@ -80,11 +80,12 @@ def main():
     reports = []
     for block_d, size in cuda.LAUNCH_CONFIGS:
         dtype = torch.float32 if size == 4 else torch.bfloat16
-        forget_kernels()
-        attend((9, 7), 2 * block_d, 2, dtype)
-        for name, compiled in compiled_kernels():
-            reports.append({'kernel': name, 'head_dim': block_d, 'dtype': str(dtype),
-                            **assembler_report(compiled.asm['ptx'])})
+        for valid_hw in (None, [4, 7]):
+            forget_kernels()
+            attend((9, 7), 2 * block_d, 2, dtype, valid_hw=valid_hw)
+            for name, compiled in compiled_kernels():
+                reports.append({'kernel': name, 'head_dim': block_d, 'dtype': str(dtype), 'is_padded': bool(valid_hw),
+                                **assembler_report(compiled.asm['ptx'])})
     forget_kernels()
     for height, width in ((7, 7), (25, 38), (25, 42), (50, 75), (100, 167), (128, 128)):
         for channels, num_heads, batch in ((64, 2, 2), (128, 4, 1), (320, 10, 1), (512, 16, 2)):

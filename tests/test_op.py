@@ -82,7 +82,7 @@ def test_gradcheck():
 def test_opcheck():
     (q, k, v, weight), settings = make_inputs('tall_prefix', torch.float32, requires_grad=True)
     joined = torch.cat([q, k, v], -1).detach().requires_grad_()
-    arguments = (*joined.chunk(3, -1), weight, 2, 0.5, settings['hw_shape'], 1, True, 'aten')
+    arguments = (*joined.chunk(3, -1), weight, 2, 0.5, settings['hw_shape'], 1, True, None, 'aten')
     torch.library.opcheck(torch.ops.mminline.inline_attention.default, arguments)
 
 

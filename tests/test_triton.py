@@ -58,17 +58,18 @@ def make_inputs(batch, hw_shape, prefix, channels, seed=0):
             for shape in (tokens, tokens, tokens, (batch, channels, 3, 3), tokens)]
 
 
-def run(inputs, num_heads, hw_shape, prefix, backend='cuda', center=True):
+def run(inputs, num_heads, hw_shape, prefix, backend='cuda', center=True, valid_hw=None):
     """Return the output and all gradients by name."""
     *inputs, grad = inputs
     inputs = [None if x is None else x.detach().requires_grad_() for x in inputs]
     q, k, v, weight = inputs
     if backend == 'cuda':
         scale = (q.shape[-1] // num_heads) ** -0.5
-        out = inline_attention_op(q, k, v, weight, num_heads, scale, hw_shape, prefix, center, 'cuda')[0]
+        out = inline_attention_op(q, k, v, weight, num_heads, scale, hw_shape, prefix, center, valid_hw, 'cuda')[0]
     else:
         out = inline_attention(q, k, v, num_heads, local_weight=weight, hw_shape=hw_shape, num_prefix_tokens=prefix,
-                               center=center, backend=backend)
+                               center=center, valid_hw=valid_hw and list(zip(valid_hw[::2], valid_hw[1::2])),
+                               backend=backend)
     grads = torch.autograd.grad(out, [x for x in inputs if x is not None], grad)
     return dict(zip(NAMES, [out.detach(), *grads]))
 
@@ -78,11 +79,12 @@ def relative_error(value, reference):
     return float((value.cpu().double() - reference).norm() / reference.norm().clamp_min(1e-9))
 
 
-def check(inputs, dtype, num_heads, hw_shape, prefix, center=True):
+def check(inputs, dtype, num_heads, hw_shape, prefix, center=True, valid_hw=None):
     """Compare with float64, name by name: fp32 to 2e-6, 16-bit types to two units of input rounding."""
     rounded = [None if x is None else x.to(dtype) for x in inputs]
-    results = run([None if x is None else x.to(DEVICE) for x in rounded], num_heads, hw_shape, prefix, center=center)
-    settings = (num_heads, hw_shape, prefix, 'reference', center)
+    results = run([None if x is None else x.to(DEVICE) for x in rounded], num_heads, hw_shape, prefix, 'cuda', center,
+                  valid_hw)
+    settings = (num_heads, hw_shape, prefix, 'reference', center, valid_hw)
     of_rounded = run([None if x is None else x.double() for x in rounded], *settings)
     exact = of_rounded if dtype == torch.float32 else run(inputs, *settings)
     for name, result in results.items():
@@ -115,6 +117,33 @@ def test_terms(local, center):
     if not local:
         inputs[3] = None
     check(inputs, torch.float32, 2, (9, 13), 1, center)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('local', [True, False], ids=['local', 'global_only'])
+def test_padded_images(local, dtype):
+    inputs = make_inputs(3, (9, 21), 1, 32)
+    if not local:
+        inputs[3] = None
+    check(inputs, dtype, 2, (9, 21), 1, valid_hw=[9, 21, 4, 13, 1, 2])
+
+
+def test_a_split_of_padding_only(monkeypatch):
+    monkeypatch.setattr(cuda, 'MIN_SPLIT_TOKENS', 96)
+    check(make_inputs(2, (40, 17), 0, 16), torch.float32, 1, (40, 17), 0, valid_hw=[3, 5, 40, 1])
+
+
+def test_padding_may_hold_anything():
+    *inputs, grad = (x.to(DEVICE, torch.float32) for x in make_inputs(2, (9, 21), 1, 32))
+    valid_hw = [6, 21, 9, 10]
+    expected = run([*inputs, grad], 2, (9, 21), 1, valid_hw=valid_hw)
+    for x in (*inputs[:3], grad):
+        for image, (rows, columns) in enumerate([(6, 21), (9, 10)]):
+            area = x[image, 1:].view(9, 21, 32)
+            area[rows:] = float('nan')
+            area[:, columns:] = float('inf')
+    results = run([*inputs, grad], 2, (9, 21), 1, valid_hw=valid_hw)
+    assert all(torch.equal(results[name], expected[name]) for name in NAMES)
 
 
 def test_many_splits(monkeypatch):
@@ -220,8 +249,10 @@ def test_kernels_compile_and_spill_no_registers(capability):
     kernels = {'statistics_kernel', 'merge_kernel', 'apply_kernel', 'gradient_kernel'}
     for head_dim in (16, 32, 64):
         for dtype in ('torch.bfloat16', 'torch.float32'):
-            reports = [x for x in result['reports'] if (x['head_dim'], x['dtype']) == (head_dim, dtype)]
-            assert {x['kernel'] for x in reports} == kernels
+            for is_padded in (False, True):
+                reports = [x for x in result['reports']
+                           if (x['head_dim'], x['dtype'], x['is_padded']) == (head_dim, dtype, is_padded)]
+                assert {x['kernel'] for x in reports} == kernels
     assert not [x for x in result['reports'] if x['spilled']]
     # Six image sizes and four stages: one kernel of each kind, and the merge with and without centring.
     assert sorted(result['multi_scale']) == sorted([*kernels, 'merge_kernel'])
@@ -231,7 +262,7 @@ def test_kernels_compile_and_spill_no_registers(capability):
 def test_opcheck_on_a_gpu():
     q, k, v, weight, _ = (x.to(DEVICE, torch.float32).requires_grad_() for x in make_inputs(2, (5, 9), 1, 32))
     torch.library.opcheck(torch.ops.mminline.inline_attention.default,
-                          (q, k, v, weight, 2, 0.5, (5, 9), 1, True, 'cuda'))
+                          (q, k, v, weight, 2, 0.5, (5, 9), 1, True, [5, 9, 2, 3], 'cuda'))
 
 
 @needs_gpu

@@ -42,43 +42,46 @@ MERGED_SPLITS = 16
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num_heads: int, scale: float,
-            hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool
-            ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+            hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool,
+            valid_hw: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out (B, N, C), Cov(k, v) (B, num_heads, head_dim, head_dim), mean(k) and mean(v) (B, C).
 
     With ``center=False`` the means are zeros, and the covariance is the plain second moment.
     """
     q, k, v = (_with_unit_channel_stride(x) for x in (q, k, v))
     with torch.cuda.device_of(q):
-        mean_k, mean_v, covariance = _moments(k, v, num_heads, 1 / q.shape[1], center)
+        valid = _valid_on_device(valid_hw, q.device)
+        mean_k, mean_v, covariance = _moments(k, v, num_heads, 1.0, center, hw_shape, num_prefix_tokens, valid)
         if not center:
             mean_k.zero_()
             mean_v.zero_()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        num_tiles, tile_arguments, options = _tiles(q, num_heads, local_weight, hw_shape, num_prefix_tokens)
+        num_tiles, tile_arguments, options = _tiles(q, num_heads, local_weight, hw_shape, num_prefix_tokens, valid)
         kernels.apply_kernel[(q.shape[0] * num_heads * num_tiles,)](
-            q, v, _taps_first(local_weight), covariance, mean_v, out, scale, *q.stride()[:2], *v.stride()[:2],
+            q, v, valid, _taps_first(local_weight), covariance, mean_v, out, scale, *q.stride()[:2], *v.stride()[:2],
             *tile_arguments, **options)
     return out, covariance, mean_k, mean_v
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], covariance: Tensor,
              mean_k: Tensor, mean_v: Tensor, num_heads: int, scale: float, hw_shape: Optional[Sequence[int]],
-             num_prefix_tokens: int, center: bool) -> List[Tensor]:
+             num_prefix_tokens: int, center: bool, valid_hw: Optional[Sequence[int]] = None) -> List[Tensor]:
     """Return the gradients of q, k, v and, if there is one, local_weight."""
     grad, q, k, v = (_with_unit_channel_stride(x) for x in (grad, q, k, v))
-    batch, num_tokens, channels = q.shape
+    batch, _, channels = q.shape
     with torch.cuda.device_of(q):
-        _, mean_grad, grad_covariance = _moments(q, grad, num_heads, scale / num_tokens, center=False)
+        valid = _valid_on_device(valid_hw, q.device)
+        _, mean_grad, grad_covariance = _moments(
+            q, grad, num_heads, scale, False, hw_shape, num_prefix_tokens, valid)
         if not center:
             mean_grad.zero_()
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        num_tiles, tile_arguments, options = _tiles(q, num_heads, local_weight, hw_shape, num_prefix_tokens)
+        num_tiles, tile_arguments, options = _tiles(q, num_heads, local_weight, hw_shape, num_prefix_tokens, valid)
         grad_taps = None
         if local_weight is not None:
             grad_taps = q.new_empty(batch, num_tiles, 9, channels, dtype=torch.float32)
         kernels.gradient_kernel[(batch * num_heads * num_tiles,)](
-            grad, k, v, _taps_first(local_weight), covariance, mean_k, mean_v, grad_covariance, mean_grad,
+            grad, k, v, valid, _taps_first(local_weight), covariance, mean_k, mean_v, grad_covariance, mean_grad,
             *grads, grad_taps, scale, *grad.stride()[:2], *k.stride()[:2], *v.stride()[:2], *tile_arguments,
             **options)
         if local_weight is not None:
@@ -87,9 +90,17 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, local_weight: Option
     return grads
 
 
-def _moments(x: Tensor, y: Tensor, num_heads: int, factor: float, center: bool
-             ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return mean(x) and mean(y) (B, C), and factor * sum over tokens of x^T y (B, num_heads, head_dim, head_dim).
+def _valid_on_device(valid_hw: Optional[Sequence[int]], device: torch.device) -> Optional[Tensor]:
+    """Return the valid (rows, columns) of each image as a flat tensor; the host does not wait for the copy."""
+    if valid_hw is None:
+        return None
+    valid = torch.tensor(valid_hw, dtype=torch.int32)
+    return valid.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else valid
+
+
+def _moments(x: Tensor, y: Tensor, num_heads: int, factor: float, center: bool, hw_shape: Optional[Sequence[int]],
+             num_prefix_tokens: int, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """Return mean(x) and mean(y) (B, C), and factor * mean over tokens of x^T y (B, num_heads, head_dim, head_dim).
 
     ``center`` subtracts the means from x and y first.
     """
@@ -108,8 +119,9 @@ def _moments(x: Tensor, y: Tensor, num_heads: int, factor: float, center: bool
              empty(pairs, splits, head_dim, head_dim))
     merged = empty(batch, channels), empty(batch, channels), empty(batch, num_heads, head_dim, head_dim)
     kernels.statistics_kernel[(pairs * splits,)](
-        x, y, *parts, *x.stride()[:2], *y.stride()[:2], num_heads, num_tokens, splits, split_tokens,
-        BLOCK_N=config.block_tokens, **options)
+        x, y, valid, *parts, *x.stride()[:2], *y.stride()[:2], num_heads, num_tokens, splits, split_tokens,
+        1 if valid is None else hw_shape[1], num_prefix_tokens, BLOCK_N=config.block_tokens,
+        HAS_VALID=valid is not None, **options)
     kernels.merge_kernel[(pairs * options['BLOCK_D'] // MERGED_ROWS,)](
         *parts, *merged, factor, splits, HEAD_DIM=head_dim, BLOCK_D=options['BLOCK_D'], BLOCK_ROWS=MERGED_ROWS,
         BLOCK_SPLITS=MERGED_SPLITS, CENTER=center, enable_fp_fusion=True)
@@ -117,19 +129,20 @@ def _moments(x: Tensor, y: Tensor, num_heads: int, factor: float, center: bool
 
 
 def _tiles(q: Tensor, num_heads: int, local_weight: Optional[Tensor], hw_shape: Optional[Sequence[int]],
-           num_prefix_tokens: int) -> Tuple[int, Tuple[int, ...], dict]:
+           num_prefix_tokens: int, valid: Optional[Tensor]) -> Tuple[int, Tuple[int, ...], dict]:
     """Cut the tokens into tiles: their number, and the arguments that the tiled kernels share."""
     options, config = _options(q, num_heads)
     block_height, block_width = config.block_height, config.block_width
     num_tokens = q.shape[1]
-    if local_weight is None:  # without neighbours, the tokens are one row
+    if local_weight is None and valid is None:  # without neighbours, the tokens are one row
         hw_shape, num_prefix_tokens = (1, num_tokens), 0
         block_height, block_width = 1, block_height * block_width
     height, width = hw_shape
     tiles_per_row = _ceil_div(width, block_width)
     num_tiles = _ceil_div(height, block_height) * tiles_per_row
     num_tiles += _ceil_div(num_prefix_tokens, block_height * block_width)
-    options.update(BLOCK_H=block_height, BLOCK_W=block_width, HAS_LOCAL=local_weight is not None)
+    options.update(BLOCK_H=block_height, BLOCK_W=block_width, HAS_LOCAL=local_weight is not None,
+                   HAS_VALID=valid is not None)
     arguments = (num_heads, num_tokens, num_tiles, tiles_per_row, height, width, num_prefix_tokens)
     return num_tiles, arguments, options
 

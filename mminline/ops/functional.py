@@ -2,7 +2,7 @@
 import functools
 import logging
 import os
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ def inline_attention(
         local_weight: One 3x3 kernel per image and channel, (B, C, 3, 3), or None for no local term.
         hw_shape: Height and width of the token map in tokens; N = num_prefix_tokens + H * W.
             Needed with ``local_weight`` or ``valid_hw``.
-        valid_hw: Not implemented yet: valid (rows, columns) of tokens of each image.
+        valid_hw: Valid (rows, columns) of tokens of each image of a padded batch, Python integers. Means, covariance
+            and local term cover these first rows and columns only; all other tokens of the map give zeros and get
+            zero gradients. Default: all tokens are valid.
         num_prefix_tokens: Number of leading tokens (a class token) that take part in the global term only.
         center: False drops the mean terms: ``out_i = scale / N * q_i . (k^T v)`` plus the local term.
         backend: 'cuda' | 'aten' | 'reference' forces one. Default: the one that the environment variable
@@ -49,16 +51,16 @@ def inline_attention(
     """
     _check_tokens(q, k, v, num_heads)
     _check_local(q, local_weight, hw_shape, num_prefix_tokens)
-    if valid_hw is not None:
-        raise NotImplementedError('valid_hw is not implemented yet: pass None')
+    valid_hw = _check_valid(valid_hw, q.shape[0], hw_shape)
     if scale is None:
         scale = (q.shape[-1] // num_heads) ** -0.5
     backend = _choose_backend(q, num_heads, backend)
     if backend == 'reference':
         return inline_attention_reference(
-            q, k, v, num_heads, scale, local_weight, hw_shape, num_prefix_tokens, center)
+            q, k, v, num_heads, scale, local_weight, hw_shape, num_prefix_tokens, center, valid_hw)
+    flat_valid_hw = None if valid_hw is None else [size for valid in valid_hw for size in valid]
     return inline_attention_op(
-        q, k, v, local_weight, num_heads, float(scale), hw_shape, num_prefix_tokens, center, backend)[0]
+        q, k, v, local_weight, num_heads, float(scale), hw_shape, num_prefix_tokens, center, flat_valid_hw, backend)[0]
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> None:
@@ -91,6 +93,22 @@ def _check_local(q: Tensor, local_weight: Optional[Tensor], hw_shape: Optional[T
         raise ValueError(f'local_weight must be {(batch, channels, 3, 3)}, got {tuple(local_weight.shape)}')
     if local_weight.device != q.device:
         raise ValueError(f'local_weight must be on {q.device}, got {local_weight.device}')
+
+
+def _check_valid(valid_hw: Optional[Sequence[Tuple[int, int]]], batch: int, hw_shape: Optional[Tuple[int, int]]
+                 ) -> Optional[List[Tuple[int, int]]]:
+    """Return the valid (rows, columns) of each image, or None where all of every map is valid."""
+    if valid_hw is None:
+        return None
+    if hw_shape is None:
+        raise ValueError('valid_hw needs hw_shape=(H, W)')
+    valid_hw = [tuple(valid) for valid in valid_hw]
+    if len(valid_hw) != batch:
+        raise ValueError(f'valid_hw must have one (rows, columns) for each of {batch} images, got {valid_hw}')
+    for valid in valid_hw:
+        if len(valid) != 2 or not all(1 <= size <= whole for size, whole in zip(valid, hw_shape)):
+            raise ValueError(f'valid_hw must lie between (1, 1) and hw_shape {tuple(hw_shape)}, got {valid}')
+    return None if set(valid_hw) <= {tuple(hw_shape)} else valid_hw
 
 
 @torch.compiler.assume_constant_result  # a compiled model asks while it is compiled

@@ -1,7 +1,8 @@
 """InLine attention as one operator of torch.library: ``torch.ops.mminline.inline_attention``.
 
 Compile, export and the FLOP counter see one node, whatever backend computes it. The statistics that the
-backward needs are extra outputs of the forward, marked non-differentiable.
+backward needs are extra outputs of the forward, marked non-differentiable. ``valid_hw`` is a flat list of each image's
+valid rows and columns, or None.
 """
 import importlib
 from types import ModuleType
@@ -25,14 +26,14 @@ def _backend(name: str) -> ModuleType:
 @torch.library.custom_op('mminline::inline_attention', mutates_args=())
 def inline_attention_op(
         q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], num_heads: int, scale: float,
-        hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool, backend: str
-        ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        hw_shape: Optional[Sequence[int]], num_prefix_tokens: int, center: bool, valid_hw: Optional[Sequence[int]],
+        backend: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     return _backend(backend).forward(
-        q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center)
+        q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center, valid_hw)
 
 
 @inline_attention_op.register_fake
-def _(q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center, backend):
+def _(q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, center, valid_hw, backend):
     batch, _, channels = q.shape
     dtype = aten.statistics_dtype(q.dtype)
     head_dim = channels // num_heads
@@ -45,15 +46,15 @@ def _(q, k, v, local_weight, num_heads, scale, hw_shape, num_prefix_tokens, cent
 def inline_attention_backward_op(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, local_weight: Optional[Tensor], covariance: Tensor,
         mean_k: Tensor, mean_v: Tensor, num_heads: int, scale: float, hw_shape: Optional[Sequence[int]],
-        num_prefix_tokens: int, center: bool, backend: str) -> List[Tensor]:
+        num_prefix_tokens: int, center: bool, valid_hw: Optional[Sequence[int]], backend: str) -> List[Tensor]:
     return _backend(backend).backward(
         grad, q, k, v, local_weight, covariance, mean_k, mean_v, num_heads, scale, hw_shape,
-        num_prefix_tokens, center)
+        num_prefix_tokens, center, valid_hw)
 
 
 @inline_attention_backward_op.register_fake
 def _(grad, q, k, v, local_weight, covariance, mean_k, mean_v, num_heads, scale, hw_shape,
-      num_prefix_tokens, center, backend):
+      num_prefix_tokens, center, valid_hw, backend):
     inputs = (q, k, v) if local_weight is None else (q, k, v, local_weight)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
@@ -79,12 +80,16 @@ inline_attention_op.register_autograd(_backward, setup_context=_save_for_backwar
 
 @register_flop_formula(torch.ops.mminline.inline_attention)
 def _forward_flops(q_shape, k_shape, v_shape, local_weight_shape, num_heads, scale, hw_shape, num_prefix_tokens,
-                   *_, **__) -> int:
+                   center, valid_hw, *_, **__) -> int:
     """Count 2 per multiply-add, as FlopCounterMode does: k^T v, q times that, and nine taps per value."""
     batch, num_tokens, channels = q_shape
-    flops = 2 * (2 * batch * num_tokens * channels * (channels // num_heads))
+    if valid_hw is None:
+        map_tokens = batch * (num_tokens - num_prefix_tokens)
+    else:
+        map_tokens = sum(rows * columns for rows, columns in zip(valid_hw[::2], valid_hw[1::2]))
+    flops = 2 * (2 * (map_tokens + batch * num_prefix_tokens) * channels * (channels // num_heads))
     if local_weight_shape is not None:
-        flops += 2 * 9 * batch * (num_tokens - num_prefix_tokens) * channels
+        flops += 2 * 9 * map_tokens * channels
     return flops
 
 

@@ -3,7 +3,7 @@
 This is the definition the fast backends are tested against, in any dtype and on any device. It needs
 O(N^2) memory: do not use it in a model.
 """
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,28 @@ def local_attention(v: Tensor, weight: Tensor, hw_shape: Tuple[int, int]) -> Ten
     return out
 
 
+def valid_tokens(hw_shape: Tuple[int, int], valid: Tuple[int, int], num_prefix_tokens: int, device: torch.device
+                 ) -> Tensor:
+    """Return which tokens of one image are valid, (N,) booleans: the prefix tokens, the first rows and columns."""
+    is_valid = torch.zeros(hw_shape, dtype=torch.bool, device=device)
+    is_valid[:valid[0], :valid[1]] = True
+    return torch.cat([is_valid.new_ones(num_prefix_tokens), is_valid.flatten()])
+
+
 def inline_attention_reference(
         q: Tensor, k: Tensor, v: Tensor, num_heads: int, scale: float, local_weight: Optional[Tensor],
-        hw_shape: Optional[Tuple[int, int]], num_prefix_tokens: int, center: bool) -> Tensor:
+        hw_shape: Optional[Tuple[int, int]], num_prefix_tokens: int, center: bool,
+        valid_hw: Optional[Sequence[Tuple[int, int]]] = None) -> Tensor:
     """Return the attention of (B, N, C) tokens; arguments as :func:`mminline.ops.inline_attention`."""
     batch, num_tokens, channels = q.shape
+    if valid_hw is not None:
+        out = torch.zeros_like(q)
+        for image, valid in enumerate(valid_hw):
+            is_valid = valid_tokens(hw_shape, valid, num_prefix_tokens, q.device)
+            out[image, is_valid] = inline_attention_reference(
+                *(x[image:image + 1, is_valid] for x in (q, k, v)), num_heads, scale,
+                None if local_weight is None else local_weight[image:image + 1], valid, num_prefix_tokens, center)[0]
+        return out
 
     def split_heads(x: Tensor) -> Tensor:
         return x.reshape(batch, num_tokens, num_heads, channels // num_heads).transpose(1, 2)

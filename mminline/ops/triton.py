@@ -5,6 +5,9 @@
 image. Sums are taken in float32 whatever the inputs are, and never through atomics: equal inputs give equal
 bits.
 
+With HAS_VALID, ``valid_ptr`` holds each image's valid (rows, columns): tokens of the map outside them count for
+nothing and get zeros.
+
 Tokens are (B, N, C) with unit stride over channels and any other strides. Token offsets are 64-bit, for
 N times a stride may pass 2^31. Strides are specialised in whether 16 divides them, for wide memory accesses
 depend on that; sizes are not, so that another image size compiles nothing.
@@ -16,11 +19,21 @@ SIZES = ('num_heads', 'num_tokens', 'num_splits', 'split_tokens', 'num_tiles', '
          'width', 'num_prefix_tokens')
 
 
+@triton.jit
+def _valid_area(valid_ptr, image, height, width, HAS_VALID: tl.constexpr):
+    """Return the valid rows and columns of an image's map."""
+    if HAS_VALID:
+        height = tl.load(valid_ptr + 2 * image)
+        width = tl.load(valid_ptr + 2 * image + 1)
+    return height, width
+
+
 @triton.jit(do_not_specialize=SIZES)
 def statistics_kernel(
-        x_ptr, y_ptr, count_ptr, mean_x_ptr, mean_y_ptr, moment_ptr, x_image_stride, x_token_stride,
-        y_image_stride, y_token_stride, num_heads, num_tokens, num_splits, split_tokens,
-        HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+        x_ptr, y_ptr, valid_ptr, count_ptr, mean_x_ptr, mean_y_ptr, moment_ptr, x_image_stride, x_token_stride,
+        y_image_stride, y_token_stride, num_heads, num_tokens, num_splits, split_tokens, width, num_prefix_tokens,
+        HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_VALID: tl.constexpr,
+        PRECISION: tl.constexpr):
     """Store count, mean(x), mean(y) and sum of (x - mean(x))^T (y - mean(y)) of each stretch of tokens.
 
     Each tile of BLOCK_N tokens is centred on its own means and merged with Chan's formula: no difference of
@@ -35,6 +48,7 @@ def statistics_kernel(
     x_ptr += image * x_image_stride + head * HEAD_DIM
     y_ptr += image * y_image_stride + head * HEAD_DIM
 
+    valid_height, valid_width = _valid_area(valid_ptr, image, num_tokens, width, HAS_VALID)
     count = 0.0
     mean_x = tl.zeros([BLOCK_D], tl.float32)
     mean_y = tl.zeros([BLOCK_D], tl.float32)
@@ -44,19 +58,23 @@ def statistics_kernel(
     for tile_start in range(start, stop, BLOCK_N):
         token = tile_start + tl.arange(0, BLOCK_N)
         is_token = token < stop
+        if HAS_VALID:
+            place = token - num_prefix_tokens
+            is_token &= (place < 0) | ((place // width < valid_height) & (place % width < valid_width))
         mask = is_token[:, None] & in_head[None, :]
         row = token.to(tl.int64)[:, None]
         x = tl.load(x_ptr + row * x_token_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + row * y_token_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
         tile_count = tl.sum(is_token.to(tl.float32))
-        tile_mean_x = tl.sum(x, axis=0) / tile_count
-        tile_mean_y = tl.sum(y, axis=0) / tile_count
+        divisor = tl.maximum(tile_count, 1.0)  # a tile may hold padding only
+        tile_mean_x = tl.sum(x, axis=0) / divisor
+        tile_mean_y = tl.sum(y, axis=0) / divisor
         x = tl.where(is_token[:, None], x - tile_mean_x[None, :], 0.0)
         y -= tile_mean_y[None, :]
         moment = tl.dot(tl.trans(x), y, moment, input_precision=PRECISION)
         step_x = tile_mean_x - mean_x
         step_y = tile_mean_y - mean_y
-        share = tile_count / (count + tile_count)
+        share = tile_count / tl.maximum(count + tile_count, 1.0)
         moment += (count * share) * step_x[:, None] * step_y[None, :]
         mean_x += share * step_x
         mean_y += share * step_y
@@ -77,8 +95,8 @@ def merge_kernel(
         BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CENTER: tl.constexpr):
     """Merge the splits of one image and head: Chan's formula for all of them at once.
 
-    The merged moment, times ``factor``, is about the merged means with CENTER, else about zero.
-    A program gives BLOCK_ROWS rows of it.
+    The merged moment, times ``factor`` over the number of tokens, is about the merged means with CENTER, else about
+    zero. A program gives BLOCK_ROWS rows of it.
     """
     NUM_BLOCKS: tl.constexpr = BLOCK_D // BLOCK_ROWS
     program = tl.program_id(0)
@@ -129,13 +147,14 @@ def merge_kernel(
         split_moment += split_count[:, None, None] * step_x[:, :, None] * step_y[:, None, :]
         moment += tl.sum(split_moment, axis=0)
     tl.store(merged_moment_ptr + pair * (HEAD_DIM * HEAD_DIM) + row[:, None] * HEAD_DIM + column[None, :],
-             moment * factor, mask=in_rows[:, None] & in_columns[None, :])
+             moment * (factor / count), mask=in_rows[:, None] & in_columns[None, :])
 
 
 @triton.jit
-def _tile_tokens(tile, tiles_per_row, height, width, num_prefix_tokens,
+def _tile_tokens(tile, tiles_per_row, height, width, valid_height, valid_width, num_prefix_tokens,
                  BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return index, row and column of a tile's tokens, and two masks: is a token, is on the map.
+    """Return index, row and column of a tile's tokens, and three masks: is a token, is a valid one, is a valid one of
+    the map.
 
     Tiles of BLOCK_H x BLOCK_W tokens cover the map: most 3x3 neighbours are then in the same tile, and memory
     is read about once. The last tiles hold the prefix tokens.
@@ -148,15 +167,16 @@ def _tile_tokens(tile, tiles_per_row, height, width, num_prefix_tokens,
     prefix_token = prefix_tile * (BLOCK_H * BLOCK_W) + position
     is_prefix = (prefix_token >= 0) & (prefix_token < num_prefix_tokens)
     token = tl.where(is_prefix, prefix_token, num_prefix_tokens + row * width + column)
-    return token, row, column, on_map | is_prefix, on_map
+    is_valid = (row < valid_height) & (column < valid_width)
+    return token, row, column, on_map | is_prefix, is_valid | is_prefix, is_valid
 
 
 @triton.jit(do_not_specialize=SIZES)
 def apply_kernel(
-        q_ptr, v_ptr, weight_ptr, covariance_ptr, mean_v_ptr, out_ptr, scale, q_image_stride, q_token_stride,
+        q_ptr, v_ptr, valid_ptr, weight_ptr, covariance_ptr, mean_v_ptr, out_ptr, scale, q_image_stride, q_token_stride,
         v_image_stride, v_token_stride, num_heads, num_tokens, num_tiles, tiles_per_row, height, width,
         num_prefix_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-        BLOCK_W: tl.constexpr, HAS_LOCAL: tl.constexpr, PRECISION: tl.constexpr):
+        BLOCK_W: tl.constexpr, HAS_LOCAL: tl.constexpr, HAS_VALID: tl.constexpr, PRECISION: tl.constexpr):
     """Store mean(v) + scale * q . Cov + the 3x3 local term of one tile of tokens."""
     program = tl.program_id(0)
     head = program % num_heads
@@ -164,10 +184,12 @@ def apply_kernel(
     image = (program // num_heads // num_tiles).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_DIM
-    token, row, column, is_token, on_map = _tile_tokens(
-        tile, tiles_per_row, height, width, num_prefix_tokens, BLOCK_H, BLOCK_W)
+    valid_height, valid_width = _valid_area(valid_ptr, image, height, width, HAS_VALID)
+    token, row, column, is_token, is_valid, is_valid_on_map = _tile_tokens(
+        tile, tiles_per_row, height, width, valid_height, valid_width, num_prefix_tokens, BLOCK_H, BLOCK_W)
     token = token.to(tl.int64)[:, None]
-    mask = is_token[:, None] & in_head[None, :]
+    store_mask = is_token[:, None] & in_head[None, :]
+    mask = is_valid[:, None] & in_head[None, :]
     out_ptr += ((image * num_tokens + token) * num_heads + head) * HEAD_DIM + channel[None, :]
     q_ptr += image * q_image_stride + head * HEAD_DIM + token * q_token_stride + channel[None, :]
     v_ptr += image * v_image_stride + head * HEAD_DIM + token * v_token_stride + channel[None, :]
@@ -184,23 +206,25 @@ def apply_kernel(
         for tap in tl.static_range(9):
             down = tap // 3 - 1
             right = tap % 3 - 1
-            inside = on_map & (row + down >= 0) & (row + down < height) \
-                & (column + right >= 0) & (column + right < width)
+            inside = is_valid_on_map & (row + down >= 0) & (row + down < valid_height) \
+                & (column + right >= 0) & (column + right < valid_width)
             neighbour = tl.load(v_ptr + (down * width + right).to(tl.int64) * v_token_stride,
                                 mask=inside[:, None] & in_head[None, :], other=0.0).to(tl.float32)
             weight = tl.load(weight_ptr + tap * num_heads * HEAD_DIM, mask=in_head, other=0.0).to(tl.float32)
             out += weight[None, :] * neighbour
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if HAS_VALID:
+        out = tl.where(mask, out, 0.0)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=store_mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-        grad_ptr, k_ptr, v_ptr, weight_ptr, covariance_ptr, mean_k_ptr, mean_v_ptr, grad_covariance_ptr,
+        grad_ptr, k_ptr, v_ptr, valid_ptr, weight_ptr, covariance_ptr, mean_k_ptr, mean_v_ptr, grad_covariance_ptr,
         mean_grad_ptr, grad_q_ptr, grad_k_ptr, grad_v_ptr, grad_weight_ptr, scale, grad_image_stride,
         grad_token_stride, k_image_stride, k_token_stride, v_image_stride, v_token_stride, num_heads,
         num_tokens, num_tiles, tiles_per_row, height, width, num_prefix_tokens, HEAD_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, HAS_LOCAL: tl.constexpr,
-        PRECISION: tl.constexpr):
+        HAS_VALID: tl.constexpr, PRECISION: tl.constexpr):
     """Store the gradients of q, k and v of one tile, and the tile's share of the gradient of the 3x3 weights.
 
     ``grad_covariance`` is scale / N * sum of q^T grad, ``mean_grad`` the mean of grad (zero without centring).
@@ -211,10 +235,12 @@ def gradient_kernel(
     image = (program // num_heads // num_tiles).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_DIM
-    token, row, column, is_token, on_map = _tile_tokens(
-        tile, tiles_per_row, height, width, num_prefix_tokens, BLOCK_H, BLOCK_W)
+    valid_height, valid_width = _valid_area(valid_ptr, image, height, width, HAS_VALID)
+    token, row, column, is_token, is_valid, is_valid_on_map = _tile_tokens(
+        tile, tiles_per_row, height, width, valid_height, valid_width, num_prefix_tokens, BLOCK_H, BLOCK_W)
     token = token.to(tl.int64)[:, None]
-    mask = is_token[:, None] & in_head[None, :]
+    store_mask = is_token[:, None] & in_head[None, :]
+    mask = is_valid[:, None] & in_head[None, :]
     out = ((image * num_tokens + token) * num_heads + head) * HEAD_DIM + channel[None, :]
     grad_ptr += image * grad_image_stride + head * HEAD_DIM + token * grad_token_stride + channel[None, :]
     k_ptr += image * k_image_stride + head * HEAD_DIM + token * k_token_stride + channel[None, :]
@@ -228,13 +254,15 @@ def gradient_kernel(
     grad = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
     covariance = tl.load(covariance_ptr + square, mask=square_mask, other=0.0)
     grad_q = tl.dot(grad, tl.trans(scale * covariance), input_precision=PRECISION)
-    tl.store(grad_q_ptr + out, grad_q.to(grad_q_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_q_ptr + out, grad_q.to(grad_q_ptr.dtype.element_ty), mask=store_mask)
 
     v = tl.load(v_ptr, mask=mask, other=0.0).to(tl.float32)
     mean_v = tl.load(mean_v_ptr + vector, mask=in_head, other=0.0)
     grad_covariance = tl.load(grad_covariance_ptr + square, mask=square_mask, other=0.0)
     grad_k = tl.dot(v - mean_v[None, :], tl.trans(grad_covariance), input_precision=PRECISION)
-    tl.store(grad_k_ptr + out, grad_k.to(grad_k_ptr.dtype.element_ty), mask=mask)
+    if HAS_VALID:
+        grad_k = tl.where(mask, grad_k, 0.0)
+    tl.store(grad_k_ptr + out, grad_k.to(grad_k_ptr.dtype.element_ty), mask=store_mask)
 
     k = tl.load(k_ptr, mask=mask, other=0.0).to(tl.float32)
     mean_k = tl.load(mean_k_ptr + vector, mask=in_head, other=0.0)
@@ -247,11 +275,13 @@ def gradient_kernel(
         for tap in tl.static_range(9):
             down = tap // 3 - 1
             right = tap % 3 - 1
-            inside = on_map & (row - down >= 0) & (row - down < height) \
-                & (column - right >= 0) & (column - right < width)
+            inside = is_valid_on_map & (row - down >= 0) & (row - down < valid_height) \
+                & (column - right >= 0) & (column - right < valid_width)
             neighbour = tl.load(grad_ptr - (down * width + right).to(tl.int64) * grad_token_stride,
                                 mask=inside[:, None] & in_head[None, :], other=0.0).to(tl.float32)
             weight = tl.load(weight_ptr + tap * num_heads * HEAD_DIM, mask=in_head, other=0.0).to(tl.float32)
             grad_v += weight[None, :] * neighbour
             tl.store(grad_weight_ptr + tap * num_heads * HEAD_DIM, tl.sum(v * neighbour, axis=0), mask=in_head)
-    tl.store(grad_v_ptr + out, grad_v.to(grad_v_ptr.dtype.element_ty), mask=mask)
+    if HAS_VALID:
+        grad_v = tl.where(mask, grad_v, 0.0)
+    tl.store(grad_v_ptr + out, grad_v.to(grad_v_ptr.dtype.element_ty), mask=store_mask)

@@ -9,6 +9,7 @@ _base_ = [
 custom_imports = dict(imports=['mminline'])
 
 model = dict(
+    data_preprocessor=dict(type='mminline.DetDataPreprocessor'),
     backbone=dict(
         _delete_=True,
         type='mminline.InLinePVT',

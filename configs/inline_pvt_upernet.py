@@ -9,7 +9,8 @@ _base_ = [
 custom_imports = dict(imports=['mminline'])
 
 model = dict(
-    data_preprocessor=dict(size=(512, 512)),
+    data_preprocessor=dict(
+        type='mminline.SegDataPreprocessor', size=(512, 512), test_cfg=dict(size_divisor=32)),
     backbone=dict(
         _delete_=True,
         type='mminline.InLinePVT',

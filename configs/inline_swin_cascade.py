@@ -25,6 +25,7 @@ bbox_heads = [
     for target_stds in ([0.1, 0.1, 0.2, 0.2], [0.05, 0.05, 0.1, 0.1], [0.033, 0.033, 0.067, 0.067])
 ]
 model = dict(
+    data_preprocessor=dict(type='mminline.DetDataPreprocessor'),
     backbone=dict(
         _delete_=True,
         type='mminline.InLineSwin',

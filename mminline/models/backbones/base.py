@@ -4,6 +4,7 @@ from difflib import get_close_matches
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from mmengine.logging import print_log
 from mmengine.model import BaseModule, initialize
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 from ..layers import to_map
 from ..pretrained import load_pretrained
 
+PYRAMID_STRIDES = (4, 8, 16, 32)
 IntPair = Union[int, Tuple[int, int]]
+# Attribute of a batched image tensor that :mod:`mminline.models.data_preprocessors` sets: a list of the valid
+# (height, width) of each image in pixels.
+VALID_SIZE = 'mminline_valid_size'
 
 
 def resolve_arch(arch: Union[str, dict], table: Dict[str, dict]) -> dict:
@@ -102,19 +107,76 @@ def map_shape(image_size: Tuple[int, int], stride: int) -> Tuple[int, int]:
     return math.ceil(image_size[0] / stride), math.ceil(image_size[1] / stride)
 
 
+def group_by_size(valid_size: Sequence[Tuple[int, int]], batch_shape: Sequence[int]
+                  ) -> Dict[Tuple[int, int], List[int]]:
+    """Return the images of each valid size.
+
+    Args:
+        valid_size: (height, width) of each image, in pixels.
+        batch_shape: (B, C, height, width) of the batch.
+    """
+    sizes = [tuple(size) for size in valid_size]
+    if len(sizes) != batch_shape[0]:
+        raise ValueError(f'valid_size must have one (height, width) for each of {batch_shape[0]} images, got {sizes}')
+    groups: Dict[Tuple[int, int], List[int]] = {}
+    for image, size in enumerate(sizes):
+        if len(size) != 2 or not all(1 <= edge <= whole for edge, whole in zip(size, batch_shape[2:])):
+            raise ValueError(f'valid_size must lie between (1, 1) and {tuple(batch_shape[2:])}, got {size}')
+        groups.setdefault(size, []).append(image)
+    return groups
+
+
 class InLineBackbone(BaseModule):
     """Base of the backbones.
 
-    A subclass implements :meth:`frozen_modules` and, where it has tables that depend on a map's size,
-    :meth:`resize_tables`.
-    """
+    A subclass implements :meth:`forward_whole`, :meth:`frozen_modules` and, where it has tables that depend on a
+    map's size, :meth:`resize_tables`; it sets ``out_strides``, the stride of each output map.
 
-    def __init__(self, frozen_stages: int, max_frozen_stages: int, init_cfg: Optional[Union[dict, List[dict]]]):
+    A global attention, and a position table that is stretched over the map, see all of a batch's padding. With
+    ``pad_aware`` they see none of it: images of one valid size are cut out of the batch and go through the layers
+    together, as they would alone, and their maps are padded with zeros.
+    """
+    out_strides: Tuple[int, ...]
+
+    def __init__(self, frozen_stages: int, max_frozen_stages: int, pad_aware: bool,
+                 init_cfg: Optional[Union[dict, List[dict]]]):
         super().__init__(init_cfg)
+        self.pad_aware = pad_aware
         if not -1 <= frozen_stages <= max_frozen_stages:
             raise ValueError(f'frozen_stages must be in [-1, {max_frozen_stages}], got {frozen_stages}')
         self.frozen_stages = frozen_stages
         self.register_load_state_dict_pre_hook(_resize_tables_before_loading)
+
+    def forward(self, x: Tensor, valid_size: Optional[Sequence[Tuple[int, int]]] = None) -> Tuple[Tensor, ...]:
+        """Return the maps of ``out_indices``, (B, C, H, W) each, for a batch of images.
+
+        Args:
+            x: Images (B, in_channels, height, width), padded at the bottom and right to one size.
+            valid_size: Each image's own (height, width) in pixels; what lies outside does not exist, and the maps are
+                zero there. Default: what our data preprocessors attach to ``x``, or else the whole batch. Has no
+                effect with ``pad_aware=False``.
+        """
+        if valid_size is None and not torch.compiler.is_compiling():
+            valid_size = getattr(x, VALID_SIZE, None)
+        if valid_size is None or not self.pad_aware:
+            return self.forward_whole(x)
+        groups = group_by_size(valid_size, x.shape)
+        if set(groups) <= {tuple(x.shape[2:])}:
+            return self.forward_whole(x)
+        outs = [[None] * len(x) for _ in self.out_strides]
+        shapes = [map_shape(x.shape[2:], stride) for stride in self.out_strides]
+        for (height, width), images in groups.items():
+            maps = self.forward_whole(x[images, :, :height, :width])
+            for out, part, shape in zip(outs, maps, shapes):
+                padded = F.pad(part, (0, shape[1] - part.shape[3], 0, shape[0] - part.shape[2]))
+                for image, one in zip(images, padded):
+                    out[image] = one
+        return tuple(torch.stack(out) for out in outs)
+
+    def forward_whole(self, x: Tensor) -> Tuple[Tensor, ...]:
+        """Return the maps of ``out_indices``, (B, C, H, W) each, for images (B, in_channels, height, width) of which
+        every pixel is valid."""
+        raise NotImplementedError
 
     def frozen_modules(self) -> List[Union[nn.Module, nn.Parameter]]:
         """Return the modules and parameters that ``frozen_stages`` freezes."""
@@ -165,10 +227,11 @@ class NormedPyramid(InLineBackbone):
     """
     NUM_STAGES = 4
 
-    def __init__(self, out_indices: Sequence[int], frozen_stages: int,
+    def __init__(self, out_indices: Sequence[int], frozen_stages: int, pad_aware: bool,
                  init_cfg: Optional[Union[dict, List[dict]]]):
-        super().__init__(frozen_stages, self.NUM_STAGES, init_cfg)
+        super().__init__(frozen_stages, self.NUM_STAGES, pad_aware, init_cfg)
         self.out_indices = check_out_indices(out_indices, self.NUM_STAGES)
+        self.out_strides = tuple(PYRAMID_STRIDES[index] for index in self.out_indices)
         self.num_stages = self.out_indices[-1] + 1
 
     def add_norms(self, embed_dims: Sequence[int]) -> None:

@@ -67,15 +67,16 @@ class InLineCSwin(NormedPyramid):
         frozen_stages: Freezes the patch embedding (0) and the first stages (1 ... 4); -1 freezes nothing.
         drop_path_rate: Stochastic depth of the last block; earlier blocks ramp up to it from 0.
         with_cp: Recompute blocks in the backward pass to save memory.
+        pad_aware: Images of a padded batch give what they give alone; see :meth:`forward`.
         init_cfg: As in :class:`mminline.models.InLinePVT`.
     """
 
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3,
                  attn_types: Optional[Sequence] = None, local_term: bool = True, center: bool = True,
                  split_size: int = 7, out_indices: Sequence[int] = (0, 1, 2, 3), frozen_stages: int = -1,
-                 drop_path_rate: float = 0., with_cp: bool = False,
+                 drop_path_rate: float = 0., with_cp: bool = False, pad_aware: bool = True,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
-        super().__init__(out_indices, frozen_stages, init_cfg)
+        super().__init__(out_indices, frozen_stages, pad_aware, init_cfg)
         settings = {name: check_per_stage(name, values, self.NUM_STAGES)
                     for name, values in resolve_arch(arch, ARCHS).items()}
         if split_size < 1:
@@ -117,8 +118,7 @@ class InLineCSwin(NormedPyramid):
             frozen += [getattr(self, name) for name in names if hasattr(self, name)]
         return frozen
 
-    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        """Return the maps of ``out_indices``, (B, embed_dims, H, W) each, for images (B, C, height, width)."""
+    def forward_whole(self, x: Tensor) -> Tuple[Tensor, ...]:
         x = pad_to_multiple(x, 4)
         hw_shape = (x.shape[2] // 4, x.shape[3] // 4)
         x = self.stage1_conv_embed(x)

@@ -60,6 +60,7 @@ class InLineDeiT(InLineBackbone):
         frozen_stages: Freezes the embedding (0) and the first blocks (1 ... depth); -1 freezes nothing.
         drop_path_rate: Stochastic depth of the last block; earlier blocks ramp up to it from 0.
         with_cp: Recompute blocks in the backward pass to save memory.
+        pad_aware: Images of a padded batch give what they give alone; see :meth:`forward`.
         pretrain_img_size: Image size, in pixels, that the position table is laid out for. Default: that of
             ``arch``.
         init_cfg: As in :class:`mminline.models.InLinePVT`.
@@ -67,14 +68,15 @@ class InLineDeiT(InLineBackbone):
 
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3, attn_types: Sequence = ('inline',),
                  local_term: bool = True, center: bool = True, out_indices: Sequence[int] = (11,),
-                 frozen_stages: int = -1, drop_path_rate: float = 0., with_cp: bool = False,
+                 frozen_stages: int = -1, drop_path_rate: float = 0., with_cp: bool = False, pad_aware: bool = True,
                  pretrain_img_size: Optional[IntPair] = None,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
         settings = resolve_arch(arch, ARCHS)
         embed_dims, depth = settings['embed_dims'], settings['depth']
-        super().__init__(frozen_stages, depth, init_cfg)
+        super().__init__(frozen_stages, depth, pad_aware, init_cfg)
         (kinds,) = check_attn_types(attn_types, (depth,), ATTENTIONS)
         self.out_indices = check_out_indices(out_indices, depth)
+        self.out_strides = (PATCH_SIZE,) * len(self.out_indices)
         image_size = to_size('pretrain_img_size', pretrain_img_size or settings['pretrain_img_size'])
         self.table_shape = map_shape(image_size, PATCH_SIZE)
         (rates,) = drop_path_ramp(drop_path_rate, (depth,))
@@ -107,8 +109,7 @@ class InLineDeiT(InLineBackbone):
         state_dict[name] = resize_position_table(table, old_shape, self.table_shape, num_prefix_tokens=1)
         return [name]
 
-    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        """Return the maps of ``out_indices``, (B, embed_dims, H, W) each, for images (B, C, height, width)."""
+    def forward_whole(self, x: Tensor) -> Tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         x = x + resize_position_table(self.pos_embed, self.table_shape, hw_shape, num_prefix_tokens=1)

@@ -16,6 +16,7 @@ from ..layers import (
     to_map,
 )
 from .base import (
+    PYRAMID_STRIDES,
     InLineBackbone,
     IntPair,
     check_attn_types,
@@ -40,7 +41,6 @@ ARCHS = {
                   mlp_ratios=(8, 8, 4, 4)),
 }
 NUM_STAGES = 4
-STRIDES = (4, 8, 16, 32)
 PATCH_SIZES = (4, 2, 2, 2)
 SR_RATIOS = (8, 4, 2, 1)
 ATTENTIONS = {'inline': InLineAttention, 'linear': LinearAttention, 'softmax': SoftmaxAttention}
@@ -66,6 +66,7 @@ class InLinePVT(InLineBackbone):
             (1 ... 4); -1 freezes nothing.
         drop_path_rate: Stochastic depth of the last block; earlier blocks ramp up to it from 0.
         with_cp: Recompute blocks in the backward pass to save memory.
+        pad_aware: Images of a padded batch give what they give alone; see :meth:`forward`.
         pretrain_img_size: Image size, in pixels, that the position tables are laid out for.
         init_cfg: None, ``dict(type='Pretrained', checkpoint=..., min_matched=0.9)`` (see
             :func:`mminline.models.pretrained.load_pretrained`), another mmengine initialiser, or a list.
@@ -74,18 +75,19 @@ class InLinePVT(InLineBackbone):
     def __init__(self, arch: Union[str, dict] = 'tiny', in_channels: int = 3,
                  attn_types: Sequence[str] = ('inline', 'inline', 'inline', 'inline'),
                  local_term: bool = True, center: bool = True, out_indices: Sequence[int] = (0, 1, 2, 3),
-                 frozen_stages: int = -1, drop_path_rate: float = 0., with_cp: bool = False,
+                 frozen_stages: int = -1, drop_path_rate: float = 0., with_cp: bool = False, pad_aware: bool = True,
                  pretrain_img_size: IntPair = 224,
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
-        super().__init__(frozen_stages, NUM_STAGES, init_cfg)
+        super().__init__(frozen_stages, NUM_STAGES, pad_aware, init_cfg)
         settings = {name: check_per_stage(name, values, NUM_STAGES)
                     for name, values in resolve_arch(arch, ARCHS).items()}
         embed_dims, depths = settings['embed_dims'], settings['depths']
         attn_types = check_attn_types(attn_types, depths, ATTENTIONS)
         self.out_indices = check_out_indices(out_indices, NUM_STAGES)
+        self.out_strides = tuple(PYRAMID_STRIDES[index] for index in self.out_indices)
         self.num_stages = self.out_indices[-1] + 1
         image_size = to_size('pretrain_img_size', pretrain_img_size)
-        self.table_shapes = [map_shape(image_size, stride) for stride in STRIDES[:self.num_stages]]
+        self.table_shapes = [map_shape(image_size, stride) for stride in PYRAMID_STRIDES[:self.num_stages]]
         rates = drop_path_ramp(drop_path_rate, depths)
 
         for stage in range(self.num_stages):
@@ -126,8 +128,7 @@ class InLinePVT(InLineBackbone):
                 resized.append(name)
         return resized
 
-    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        """Return the maps of ``out_indices``, (B, embed_dims, H, W) each, for images (B, C, height, width)."""
+    def forward_whole(self, x: Tensor) -> Tuple[Tensor, ...]:
         outs = []
         for stage in range(self.num_stages):
             x, hw_shape = getattr(self, f'patch_embed{stage + 1}')(x)

@@ -14,7 +14,6 @@ import statistics
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
-import numpy as np
 import torch
 from rich import box
 from rich.progress import track
@@ -26,7 +25,16 @@ from mminline.models.backbones.pvt import ARCHS, NUM_STAGES
 from mminline.models.layers import Block
 
 from .benchmark import authors_formula
-from .measure import device_name, median_ratio, peak_bytes, relative_error, time_interleaved, write_csv
+from .measure import (
+    device_name,
+    growth_exponent,
+    median_ratio,
+    peak_bytes,
+    relative_error,
+    set_log_axes,
+    time_interleaved,
+    write_csv,
+)
 
 METHODS = ('inline', 'formula', 'softmax', 'mmdet')
 QUADRATIC = ('softmax', 'mmdet')
@@ -220,7 +228,7 @@ def growth_exponents(rows: Sequence[Row]) -> Dict[Tuple[str, str], float]:
         points = [(row.height * row.width, row.forward_ms) for row in rows
                   if (row.method, row.dtype) == key and row.height == row.width >= MIN_FITTED_EDGE]
         if len(points) >= 2:
-            exponents[key] = float(np.polyfit(*np.log(points).T, deg=1)[0])
+            exponents[key] = growth_exponent(points)
     return exponents
 
 
@@ -249,10 +257,6 @@ def draw(rows: Sequence[Row], out_file: Path) -> None:
                       linestyle='-' if dtype == 'float32' else '--', label=f'{LABELS[method]}, {dtype}',
                       **STYLES[method])
         sizes = {row.height * row.width: f'{row.height}x{row.width}' for row in rows}
-        axes.set(xscale='log', yscale='log', xlabel='image, in pixels', ylabel=label)
-        axes.set_xticks(list(sizes), sizes.values(), rotation=45)
-        axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-        axes.spines[['top', 'right']].set_visible(False)
+        set_log_axes(axes, sizes, xlabel='image, in pixels', ylabel=label)
     figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=2, frameon=False)
     figure.savefig(out_file, dpi=110)

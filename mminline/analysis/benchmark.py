@@ -25,6 +25,7 @@ from mminline.ops.reference import inline_attention_weights, local_attention
 
 from .measure import (
     copy_bandwidth,
+    crossover,
     device_name,
     peak_bytes,
     relative_error,
@@ -323,15 +324,10 @@ def crossover_table(rows: Sequence[Row]) -> Table:
 def _crossover(ratios: Dict[int, float]) -> str:
     """Say up to where ratios, by number of tokens, are below 1."""
     tokens = sorted(ratios)
-    last = max((n for n in tokens if ratios[n] < 1), default=None)
-    if last is None:
+    limit = crossover(ratios)
+    if limit == 0:
         return f'nowhere, from {tokens[0]:,} on'
-    if last == tokens[-1]:
-        return f'{last:,}, the most measured'
-    # Times are about powers of the number of tokens: straight lines in logarithms.
-    following = tokens[tokens.index(last) + 1]
-    part = math.log(ratios[last]) / (math.log(ratios[last]) - math.log(ratios[following]))
-    return f'{last * (following / last) ** part:,.0f}'
+    return f'{tokens[-1]:,}, the most measured' if math.isinf(limit) else f'{limit:,.0f}'
 
 
 STYLES = {

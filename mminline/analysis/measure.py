@@ -1,6 +1,7 @@
 """Functions measured against each other on one device: time, memory, and what the device does at best."""
 import argparse
 import csv
+import math
 import os
 import platform
 import re
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,8 +38,8 @@ def seconds_per_call(function: Callable[[], object], device: torch.device, repea
     return (time.perf_counter() - start) / repeats
 
 
-def time_interleaved(functions: Dict[str, Callable[[], object]], device: torch.device, seconds: float
-                     ) -> Dict[str, List[float]]:
+def time_interleaved(functions: Dict[str, Callable[[], object]], device: torch.device, seconds: float,
+                     min_rounds: int = MIN_ROUNDS) -> Dict[str, List[float]]:
     """Time functions in turns: A, B, A, B ...
 
     Whatever disturbs the machine disturbs them alike, so compare them round by round (:func:`median_ratio`).
@@ -45,7 +47,8 @@ def time_interleaved(functions: Dict[str, Callable[[], object]], device: torch.d
     Args:
         functions: What to time, by name.
         device: Where they run.
-        seconds: About how long to measure in all; at least ``MIN_ROUNDS`` rounds are.
+        seconds: About how long to measure in all.
+        min_rounds: So many rounds are measured even if they take longer.
 
     Returns:
         Seconds per call by name, one of every round.
@@ -57,7 +60,7 @@ def time_interleaved(functions: Dict[str, Callable[[], object]], device: torch.d
     times = {name: [] for name in functions}
     end = time.perf_counter() + seconds
     rounds = 0
-    while rounds < MIN_ROUNDS or time.perf_counter() < end:
+    while rounds < min_rounds or time.perf_counter() < end:
         for name, function in functions.items():
             times[name].append(seconds_per_call(function, device, repeats[name]))
         rounds += 1
@@ -94,6 +97,27 @@ def median_ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
     return statistics.median(time / base for time, base in zip(times, base_times))
 
 
+def growth_exponent(points: Sequence[Tuple[float, float]]) -> float:
+    """Fit y ~ x ** exponent to at least two points (x, y): the slope of a straight line in logarithms."""
+    return float(np.polyfit(*np.log(points).T, deg=1)[0])
+
+
+def crossover(ratios: Dict[int, float]) -> float:
+    """Return the size up to which ratios, by size, are below 1: 0 if nowhere, infinity if at the largest size, too.
+
+    Between two sizes, ratios are taken for powers of the size: straight lines in logarithms.
+    """
+    sizes = sorted(ratios)
+    last = max((size for size in sizes if ratios[size] < 1), default=None)
+    if last is None:
+        return 0.
+    if last == sizes[-1]:
+        return math.inf
+    following = sizes[sizes.index(last) + 1]
+    part = math.log(ratios[last]) / (math.log(ratios[last]) - math.log(ratios[following]))
+    return last * (following / last) ** part
+
+
 def saved_bytes(function: Callable[[], object]) -> int:
     """Return the bytes that autograd saves for the backward of ``function()``; shared memory counts once."""
     storages = {}
@@ -127,6 +151,20 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that the device can still give: of a CPU, what neither the machine nor the process's
+    control group needs for something else."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0]
+    info, group = Path('/proc/meminfo'), Path('/sys/fs/cgroup')
+    found = re.search(r'^MemAvailable:\s*(\d+) kB', info.read_text(), re.MULTILINE) if info.exists() else None
+    available = int(found[1]) * 1024 if found else os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if (group / 'memory.max').exists() and (group / 'memory.max').read_text().strip() != 'max':
+        available = min(available, int((group / 'memory.max').read_text()) -
+                        int((group / 'memory.current').read_text()))
+    return available
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes per second, read plus written, at which the device copies within its memory."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -157,6 +195,21 @@ def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(rows[0]._fields)
         writer.writerows(rows)
+
+
+def set_log_axes(axes, sizes: Dict[int, str], **labels: str) -> None:
+    """Give matplotlib axes logarithmic scales and a tick for each size on the x axis.
+
+    Args:
+        axes: The axes.
+        sizes: Text of each tick by its place.
+        labels: ``xlabel``, ``ylabel``, ``title``.
+    """
+    axes.set(xscale='log', yscale='log', **labels)
+    axes.set_xticks(list(sizes), sizes.values(), rotation=45)
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
 
 
 def parse_size(text: str) -> Tuple[int, int]:

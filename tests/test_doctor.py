@@ -205,6 +205,8 @@ def test_as_a_file_where_mminline_cannot_be_imported(tmp_path):
     assert '- mmengine: does not import: half of it' in result.stdout
 
 
-def test_unknown_argument():
-    result = run_doctor('-m', 'mminline.doctor', '--fix')
-    assert result.returncode == 2 and 'unrecognized arguments: --fix' in result.stderr
+def test_unknown_argument(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['doctor', '--fix'])
+    with pytest.raises(SystemExit) as end:
+        doctor.main()
+    assert end.value.code == 2 and 'unrecognized arguments: --fix' in capsys.readouterr().err

@@ -14,8 +14,9 @@ from mmengine.registry import VISUALIZERS, DefaultScope
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from mmengine.visualization import Visualizer
 
-LONG_SIDE = 640  # pixels; a smaller image is drawn larger, or its labels would hide it
-OPACITY = 0.5  # of masks and label maps
+LONG_SIDE = 1000  # pixels, about; a smaller image is drawn larger, or its labels would hide it
+# Of masks, which have outlines, and of label maps, where only the colour tells the class.
+OPACITY = {'mmdet': 0.5, 'mmseg': 0.7}
 DPI = 100  # of the legend
 
 _numbers = itertools.count()
@@ -28,7 +29,7 @@ def build_visualizer(cfg: Config, dataset_meta: dict) -> Visualizer:
         cfg: A config of MMDetection or MMSegmentation.
         dataset_meta: ``classes`` (names) and ``palette`` (RGB) of what is to be drawn.
     """
-    settings = {'alpha': OPACITY, **cfg.visualizer}
+    settings = {'alpha': OPACITY[cfg.default_scope], **cfg.visualizer}
     # A visualiser is global by its name: one of the same name would be handed out again.
     settings.update(vis_backends=None, name=f'overlay {next(_numbers)}')
     with DefaultScope.overwrite_default_scope(cfg.default_scope):

@@ -8,6 +8,7 @@ term, CSwin's ``get_v``).
 A hook on the layer records its inputs and its output during a forward of the whole backbone; the rows times the values
 have to give that output again, or no map is drawn (:func:`explain`).
 """
+import argparse
 import inspect
 import pickle
 from pathlib import Path
@@ -38,7 +39,7 @@ from mminline.models.layers.windows import pad_map, to_windows, window_mask
 from mminline.models.pretrained import load_pretrained
 from mminline.ops.reference import inline_attention_weights
 from mminline.preflight import RunError, check_names, explain_unknown_name
-from mminline.runs import innermost_dataset
+from mminline.runs import ConfigOptions, innermost_dataset
 
 from .measure import relative_error
 
@@ -115,15 +116,23 @@ def attention_rows(call: Call, queries: Tensor) -> Rows:
     return rows(call.layer, call.arguments, queries)
 
 
+def project(layer: nn.Module, arguments: dict) -> Tuple[Tensor, Tensor, Tensor]:
+    """Return a layer's queries (1, N, C), keys and values (1, K, C) of the first image, without windows."""
+    if 'q' in arguments:  # a branch of CSwin gets them
+        return tuple(arguments[name][:1] for name in 'qkv')
+    x = arguments['x'][:1]
+    if getattr(layer, 'sr_ratio', 1) > 1:
+        return (layer.q(x), *layer.kv(layer.reduce(x, arguments['hw_shape'])).chunk(2, dim=-1))
+    return layer.project(x)
+
+
 def _layer_rows(layer: nn.Module, arguments: dict, queries: Tensor) -> Rows:
     """Rows of inline, linear and softmax layers of the whole map."""
     x, hw_shape = arguments['x'][:1], arguments['hw_shape']
+    q, k, v = project(layer, arguments)
     sr_ratio = getattr(layer, 'sr_ratio', 1)
     if sr_ratio > 1:
-        q, (k, v) = layer.q(x), layer.kv(layer.reduce(x, hw_shape)).chunk(2, dim=-1)
         hw_shape = tuple(max(1, size // sr_ratio) for size in hw_shape)
-    else:
-        q, k, v = layer.project(x)
     q, k = (split_heads(part, layer.num_heads)[0] for part in (q, k))
     kernels = layer.residual(x.mean(dim=1))[0] if getattr(layer, 'residual', None) is not None else None
     queries = queries + layer.num_prefix_tokens
@@ -134,13 +143,14 @@ def _layer_rows(layer: nn.Module, arguments: dict, queries: Tensor) -> Rows:
 
 def _branch_rows(layer: nn.Module, arguments: dict, queries: Tensor) -> Rows:
     """Rows of CSwin's inline and linear branches."""
-    q, k = (split_heads(arguments[name], layer.num_heads)[0] for name in 'qk')
+    q, k, v = project(layer, arguments)
+    q, k = (split_heads(part, layer.num_heads)[0] for part in (q, k))
     hw_shape = arguments['hw_shape']
     kernels = layer.get_v.weight[:, 0]
     if getattr(layer, 'residual', None) is not None:
         kernels = kernels + layer.residual(arguments['mean_token'][:1])[0]
     return Rows(_global_weights(layer, q[:, queries], k), *_local_weights(kernels, queries, hw_shape),
-                values=arguments['v'][0], constant=layer.get_v.bias, key_shape=hw_shape)
+                values=v[0], constant=layer.get_v.bias, key_shape=hw_shape)
 
 
 def _global_weights(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
@@ -153,7 +163,7 @@ def _global_weights(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
 
 def _window_rows(layer: WindowAttention, arguments: dict, queries: Tensor) -> Rows:
     hw_shape = arguments['hw_shape']
-    q, k, v = (part[0] for part in layer.project(arguments['x'][:1]))
+    q, k, v = (part[0] for part in project(layer, arguments))
     window = (layer.window_size, layer.window_size)
     shift = layer.window_size // 2 if layer.shifted and min(hw_shape) > layer.window_size else 0
     weights = _softmax_in_windows(q, k, layer.num_heads, queries, hw_shape, window, shift, layer.bias()[0])
@@ -164,7 +174,7 @@ def _stripe_rows(layer: StripeBranch, arguments: dict, queries: Tensor) -> Rows:
     height, width = stripe = hw_shape = arguments['hw_shape']
     if layer.split_size is not None:
         stripe = (height, layer.split_size) if layer.vertical else (layer.split_size, width)
-    q, k, v = (arguments[name][0] for name in 'qkv')
+    q, k, v = (part[0] for part in project(layer, arguments))
     weights = _softmax_in_windows(q, k, layer.num_heads, queries, hw_shape, stripe)
     local_weights, neighbours = _local_weights(layer.get_v.weight[:, 0], queries, hw_shape)
     same_stripe = _window_index(neighbours, hw_shape, stripe) == _window_index(queries, hw_shape, stripe)[:, None]
@@ -366,6 +376,25 @@ class Sight(NamedTuple):
         return 0, right, bottom, 0
 
 
+# ---- the command line that these analyses share -------------------------------------------------------
+def block_arguments() -> argparse.ArgumentParser:
+    """A parent parser with a config, its weights, an image, and a block of the backbone."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser.add_argument('checkpoint', metavar='CHECKPOINT', help='checkpoint of a run, or a file of the authors')
+    parser.add_argument('image', metavar='IMAGE', type=Path, help='image file')
+    parser.add_argument('--stage', type=int, default=0, metavar='S', help='stage of the backbone, from 0 (%(default)s)')
+    parser.add_argument('--block', type=int, default=0, metavar='B', help='block of the stage, from 0 (%(default)s)')
+    parser.add_argument('--device', type=torch.device, default='cuda' if torch.cuda.is_available() else 'cpu',
+                        help='cpu or cuda (%(default)s)')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/attention'), metavar='DIR',
+                        help='folder for what is written (%(default)s)')
+    parser.add_argument('--cfg-options', nargs='+', action=ConfigOptions, metavar='KEY=VALUE', default={},
+                        help='settings that replace those of the config')
+    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
+    return parser
+
+
 # ---- an image -----------------------------------------------------------------------------------------
 def load_backbone(cfg: Config, checkpoint: str, device: torch.device) -> Tuple[nn.Module, nn.Module]:
     """Build the backbone of a config and its data preprocessor, and load weights into the backbone.
@@ -388,7 +417,7 @@ def load_backbone(cfg: Config, checkpoint: str, device: torch.device) -> Tuple[n
     try:
         load_pretrained(backbone, checkpoint)
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise RunError(f'{checkpoint}: {error}') from error
+        raise RunError(str(error)) from error
     return backbone.to(device).eval(), preprocessor.to(device)
 
 

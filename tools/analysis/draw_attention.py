@@ -7,7 +7,6 @@ part (global, local, sum; or weights), NAME_stageS_blockB_PART.npy, one map of t
 Exit status: 2, with a message, for arguments that cannot be drawn.
 """
 import argparse
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,22 +23,11 @@ def parse_pixel(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description='Draw what chosen pixels attend to in one block of a backbone.')
-    parser.add_argument('config', metavar='CONFIG', help='config file')
-    parser.add_argument('checkpoint', metavar='CHECKPOINT', help='checkpoint of a run, or a file of the authors')
-    parser.add_argument('image', metavar='IMAGE', type=Path, help='image file')
-    parser.add_argument('--stage', type=int, default=0, metavar='S', help='stage of the backbone, from 0 (%(default)s)')
-    parser.add_argument('--block', type=int, default=0, metavar='B', help='block of the stage, from 0 (%(default)s)')
+    parser = argparse.ArgumentParser(description='Draw what chosen pixels attend to in one block of a backbone.',
+                                     parents=[attention_maps.block_arguments()])
     parser.add_argument('--query', type=parse_pixel, nargs='+', required=True, metavar='X,Y',
                         help='pixels of the image as it is in the file, from its upper left corner')
     parser.add_argument('--head', type=int, metavar='H', help='one head, from 0 (the mean of all heads)')
-    parser.add_argument('--device', type=torch.device, default='cuda' if torch.cuda.is_available() else 'cpu',
-                        help='cpu or cuda (%(default)s)')
-    parser.add_argument('--out', type=Path, default=Path('work_dirs/attention'), metavar='DIR',
-                        help='folder for the picture and the maps (%(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config')
-    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
     return parser, parser.parse_args()
 
 

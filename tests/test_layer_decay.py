@@ -1,6 +1,7 @@
 """Learning rates by layer, for the four families; and what a run with them writes for TensorBoard."""
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ def make_wrapper(model, **paramwise_cfg):
         optimizer=dict(type='AdamW', lr=1.0, weight_decay=0.05), paramwise_cfg=paramwise_cfg))
 
 
+def documented(word):
+    """The settings in that example of docs/training.md in which a word appears."""
+    document = (Path(__file__).parents[1] / 'docs/training.md').read_text(encoding='utf-8')
+    [block] = [block for block in re.findall(r'```python\n(.*?)```', document, re.DOTALL) if word in block]
+    scope = {}
+    exec(block, scope)  # noqa: S102 (our own text)
+    return scope
+
+
 def settings_by_name(wrapper):
     return {name: (group['lr'], group['weight_decay'])
             for group in wrapper.optimizer.param_groups for name in group['param_names']}
@@ -84,6 +94,14 @@ def test_learning_rate_of_each_layer(family):
     assert all(parameters[name] is parameter for group in groups
                for name, parameter in zip(group['param_names'], group['params']))
     assert all(group['lr'] == group['lr_scale'] for group in groups)
+
+
+def test_documented_config():
+    init_default_scope('mmseg')
+    wrapper = build_optim_wrapper(Model(FAMILIES['swin']()), documented('decay_rate')['optim_wrapper'])
+    settings = settings_by_name(wrapper)
+    assert settings['backbone.patch_embed.proj.weight'] == (pytest.approx(1e-4 * 0.9 ** 6), 0.05)
+    assert settings['backbone.norm3.weight'] == (1e-4, 0)
 
 
 def test_stages():
@@ -159,8 +177,7 @@ def test_tensorboard(tmp_path, visualizer):
                            optimizer=dict(type='AdamW', lr=1e-3), paramwise_cfg=dict(decay_rate=0.5)),
         default_hooks=dict(logger=dict(type='LoggerHook', interval=1), checkpoint=None),
         experiment_name=tmp_path.name,
-        visualizer=dict(type=visualizer, name=tmp_path.name, vis_backends=[
-            dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')]))
+        visualizer=dict(type=visualizer, name=tmp_path.name, **documented('Tensorboard')['visualizer']))
     runner.train()
     [folder] = tmp_path.glob('*/vis_data')
     events = EventAccumulator(str(folder))

@@ -1,0 +1,1 @@
+"""A detector of one's own on mminline's backbones."""

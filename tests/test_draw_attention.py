@@ -77,6 +77,17 @@ def test_weights_times_values_are_the_output(case):
     assert not any(module._forward_hooks for module in backbone.modules())  # the backbone is as it was
 
 
+def test_padding_is_no_part_of_the_map():
+    """A backbone that was told an image's valid size attends inside of it only."""
+    backbone, stage, block = build('deit inline')
+    image = torch.randn(1, 3, 96, 96)
+    image.mminline_valid_size = [(64, 48)]
+    calls = record_calls(backbone, image, stage, block)
+    assert calls[0].arguments['hw_shape'] == (4, 3)
+    rows, error = explain(calls, torch.tensor([0, 11]))
+    assert error < 1e-5 and weight_maps(rows)['sum'].shape == (2, 4, 3)
+
+
 def test_parts():
     """The local part is where the query's neighbours are, and nowhere else; the parts are of one head or of all."""
     backbone, stage, block = build('pvt inline')

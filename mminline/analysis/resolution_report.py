@@ -11,13 +11,16 @@ are inline. Weights are random. Three parts of the work:
 import copy
 import inspect
 import itertools
+import logging
 import math
 import statistics
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import DefaultScope
@@ -135,6 +138,18 @@ def describe(kind: str, backbone: nn.Module, attn_types: Sequence) -> str:
     return f'{kind}: {"; ".join(notes)}' if notes else kind
 
 
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """Keeps mmengine from logging a line for each parameter."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class Subject:
     """A model with random weights, and the work that is measured."""
 
@@ -143,7 +158,7 @@ class Subject:
         self.cfg = cfg
         self.device = device
         self.model = revert_sync_batchnorm(build_model(cfg)).to(device)
-        with DefaultScope.overwrite_default_scope(cfg.default_scope):
+        with DefaultScope.overwrite_default_scope(cfg.default_scope), _warnings_only():
             self.optim_wrapper: OptimWrapper = build_optim_wrapper(self.model, cfg.optim_wrapper)
 
     def work(self, part: str, edge: int, images: int) -> Callable[[], object]:

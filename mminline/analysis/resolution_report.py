@@ -5,7 +5,9 @@ are inline. Weights are random. Three parts of the work:
 
 - backbone: its forward on one image, without gradients;
 - inference: one image through the whole model, from the preprocessor to boxes and masks in the image or its label map.
-  Detectors keep as many boxes as the config allows, whatever their scores, and segmentors see the whole image at once;
+  Segmentors see the whole image at once. Random weights would find nothing, so two-stage detectors are made to take
+  every proposal for an object, and as many as the config allows (most often 100 per image) get masks. One-stage
+  detectors find nothing, which saves them the suppression of a few boxes;
 - training step: forward, backward and optimiser on a batch of images with ten objects each, or labelled pixels.
 """
 import copy
@@ -58,6 +60,7 @@ MIN_FITTED_EDGE = 512  # pixels; below, fixed costs count
 MIN_ROUNDS = 3
 USED_MEMORY = 0.9  # of what is available
 NUM_OBJECTS = 10
+CERTAIN = 10.  # a logit far above those of random weights
 
 
 class Row(NamedTuple):
@@ -107,19 +110,17 @@ def make_variants(cfg: Config, kinds: Sequence[str]) -> Dict[str, Config]:
         variant.model.backbone.attn_types = replace_inline(attn_types, kind)
         if cfg.default_scope == 'mmseg':
             variant.model.test_cfg = dict(mode='whole')
-        else:
-            _keep_all_boxes(variant.model.get('test_cfg'))
         variant.optim_wrapper.optimizer.lr = 0.  # all steps are alike
         variants[kind] = variant
     return variants
 
 
-def _keep_all_boxes(node) -> None:
-    if isinstance(node, dict):
-        if 'score_thr' in node:
-            node['score_thr'] = 0.
-        for value in node.values():
-            _keep_all_boxes(value)
+def take_every_proposal(model: nn.Module) -> None:
+    """Bias the box heads of a two-stage detector so that each proposal is an object of the first class."""
+    for module in model.modules():
+        classifier = getattr(module, 'fc_cls', None)
+        if isinstance(classifier, nn.Linear):
+            nn.init.constant_(classifier.bias[:1], CERTAIN)
 
 
 def describe(kind: str, backbone: nn.Module, attn_types: Sequence) -> str:
@@ -158,6 +159,7 @@ class Subject:
         self.cfg = cfg
         self.device = device
         self.model = revert_sync_batchnorm(build_model(cfg)).to(device)
+        take_every_proposal(self.model)
         with DefaultScope.overwrite_default_scope(cfg.default_scope), _warnings_only():
             self.optim_wrapper: OptimWrapper = build_optim_wrapper(self.model, cfg.optim_wrapper)
 
@@ -224,14 +226,14 @@ class Limits(NamedTuple):
 def estimate(earlier: Sequence[Row], field: str, edge: int) -> float:
     """Return an estimate of a field for a larger image, from rows of smaller ones in their order.
 
-    It grows as between the last two, but at least with the pixels; after a single one with the pixels, and under
-    softmax with their square.
+    It grows as between the last two, but at least with the pixels; after a single one with the pixels, but the seconds
+    under softmax with their square.
     """
     points = [(row.edge ** 2, getattr(row, field)) for row in earlier[-2:]]
     if len(points) == 2:
         exponent = max(1., growth_exponent(points))
     else:
-        exponent = 2. if earlier[-1].attention == 'softmax' else 1.
+        exponent = 2. if (field, earlier[-1].attention) == ('seconds', 'softmax') else 1.
     pixels, value = points[-1]
     return value * (edge ** 2 / pixels) ** exponent
 

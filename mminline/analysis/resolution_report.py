@@ -296,7 +296,7 @@ def run_report(cfg: Config, edges: Sequence[int], kinds: Sequence[str], parts: S
             times = time_interleaved(runs, device, seconds, MIN_ROUNDS)
             peaks = {kind: peak_bytes(run, device) for kind, run in runs.items()}
             rows += [
-                Row(device_name(device), cfg.filename or '', kind, str(attn_types[kind]), part, edge, images,
+                Row(device_name(device), Path(cfg.filename).name, kind, str(attn_types[kind]), part, edge, images,
                     statistics.median(times[kind]),
                     median_ratio(times[kind], times['inline']) if 'inline' in times else math.nan, peaks[kind])
                 for kind in runs]
@@ -324,7 +324,7 @@ def find_crossover(rows: Sequence[Row], part: str, field: str) -> Optional[float
 
 def result_table(rows: Sequence[Row]) -> Table:
     """A table of all rows, for rich to print."""
-    table = Table(title=f'{Path(rows[0].config).name}, on {rows[0].device}', title_justify='left', box=box.SIMPLE,
+    table = Table(title=f'{rows[0].config}, on {rows[0].device}', title_justify='left', box=box.SIMPLE,
                   padding=(0, 1, 0, 0))
     for column in ('part', 'images', 'attention', 'seconds', 'to inline', 'peak MiB'):
         table.add_column(column, justify='left' if column in ('part', 'attention') else 'right')

@@ -190,7 +190,7 @@ def train(cfg: Config, *, resume: Optional[str] = None, amp: bool = False, auto_
 
 
 def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool = False,
-         show_dir: Optional[str] = None, wait_time: float = 2, tta: bool = False) -> None:
+         show_dir: Optional[str] = None, wait_time: float = 2, tta: bool = False) -> dict:
     """Evaluates a checkpoint on the test data of a config.
 
     Args:
@@ -201,6 +201,9 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
         show_dir: Folder for the painted predictions (detection: below ``cfg.work_dir``/timestamp).
         wait_time: Seconds that a window stays.
         tta: Test-time augmentation. Detection: boxes only, MMDetection merges no masks.
+
+    Returns:
+        The metrics by name, as the toolbox calls them.
 
     Raises:
         RunError: If the run cannot start.
@@ -217,7 +220,7 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
     check_names(cfg)
     check_files(cfg, 'test')
     with _unknown_names_explained():
-        _build_runner(cfg).test()
+        return _build_runner(cfg).test()
 
 
 def _build_runner(cfg: Config) -> Runner:

@@ -1,5 +1,9 @@
 """An image in a padded batch gives what it gives alone: backbones, data preprocessors, whole models."""
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import mmengine
 import pytest
@@ -9,6 +13,8 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
 
+from mminline.analysis.batch_invariance import compare
+from mminline.datasets import make_shapes
 from mminline.models import InLinePVT
 
 from .test_configs import read_config
@@ -237,3 +243,37 @@ def test_every_config_attaches_valid_sizes():
         assert preprocessor.get('stride', 32) == (16 if 'DeiT' in cfg.model.backbone.type else 32), file
         if kind == 'Seg':
             assert preprocessor.test_cfg == dict(size_divisor=32), file
+
+
+# ---- what is left behind the backbone -----------------------------------------------------------------
+def detections(boxes, scores, labels):
+    return dict(bboxes=torch.tensor(boxes, dtype=torch.float32).view(-1, 4), scores=torch.tensor(scores),
+                labels=torch.tensor(labels, dtype=torch.long))
+
+
+def test_detections_are_compared_with_their_like():
+    alone = {1: detections([[0, 0, 10, 10], [20, 20, 30, 30], [50, 50, 60, 60]], [0.9, 0.8, 0.7], [0, 1, 2]),
+             2: detections([], [], [])}
+    batched = {1: detections([[20, 21, 30, 30], [0, 0, 10, 13], [50, 50, 60, 60]], [0.75, 0.9, 0.7], [1, 0, 0]),
+               2: detections([[0, 0, 5, 5], [7, 7, 9, 9]], [0.6, 0.2], [0, 0])}
+    # Another class is another object; what is below the threshold does not count.
+    assert compare(alone, batched, score_thr=0.3) == pytest.approx((2, 3, 3.0, 0.05))
+    assert compare(alone, alone, score_thr=0.3) == (3, 0, 0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_batch_invariance_tool(tmp_path):
+    from .test_infer import make_model
+    make_shapes(tmp_path / 'data/shapes', num_images=30)
+    detector = make_model(tmp_path, 'detection')
+    tool = Path(__file__).parents[1] / 'tools/analysis/batch_invariance.py'
+    command = [sys.executable, tool, detector.config, detector.checkpoint, '--work-dir', 'run', '--batch-sizes', '3',
+               '--score-thr', '0']
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if re.match(r'\s+(yes|no)\s+\d', line)]
+    assert [row[:2] for row in rows] == [['yes', '1'], ['yes', '3'], ['no', '1'], ['no', '3']]
+    assert [row[3:6] for row in rows[::2]] == [['0', '0', '0']] * 2
+    assert int(rows[0][2]) == 6 * 6  # six validation images, six detections each
+    result = subprocess.run([*command[:3], 'missing.pth'], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2 and 'missing.pth' in result.stderr and 'Traceback' not in result.stderr

@@ -47,7 +47,7 @@ def test_command(command, tmp_path):
         assert 'Traceback' not in result.stderr
         if result.returncode != 0:
             assert result.returncode == 2, result.stderr
-            assert 'data/coco' in result.stderr or 'checkpoints/' in result.stderr or '.pth' in result.stderr
+            assert any(missing in result.stderr for missing in ('data/coco', 'checkpoints/', '.pth', 'my.jpg'))
     else:
         assert words[0] == 'source'
 

@@ -1,4 +1,5 @@
 """The prefix ``mminline.`` works from every toolbox's registry, in a fresh process, from any directory."""
+import importlib.util
 import subprocess
 import sys
 
@@ -40,3 +41,14 @@ def test_import_loads_no_toolbox_and_no_compiled_ops(tmp_path):
     run(tmp_path, 'import sys, mminline, mminline.models, mminline.ops',
         "loaded = [name for name in ('mmdet', 'mmseg', 'mmcv.ops', 'mmcv._ext') if name in sys.modules]",
         'assert not loaded, loaded')
+
+
+@pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in ('mmpretrain', 'torchvision')),
+                    reason='mmpretrain imports torchvision, which is not installed: it pins a torch of its own')
+def test_backbone_of_a_classifier(tmp_path):
+    run(tmp_path, 'import torch, mmpretrain.models', 'from mmpretrain.registry import MODELS',
+        "neck = dict(type='GlobalAveragePooling')",
+        "head = dict(type='LinearClsHead', num_classes=10, in_channels=768)",
+        "backbone = dict(type='mminline.InLineSwin')",
+        "model = MODELS.build(dict(type='ImageClassifier', backbone=backbone, neck=neck, head=head))",
+        'assert model(torch.zeros(1, 3, 64, 64), mode="tensor").shape == (1, 10)')

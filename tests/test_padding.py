@@ -9,6 +9,8 @@ import mmengine
 import pytest
 import torch
 from mmdet.structures import DetDataSample
+from mmdet.testing import demo_mm_inputs
+from mmengine.model import MMDistributedDataParallel
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
@@ -230,6 +232,24 @@ def test_the_backbone_of_a_whole_model_sees_no_padding(name, monkeypatch):
                 assert (batch[index, :, :height, :width] - alone[0]).norm() <= 1e-5 * alone.norm()
     if make_data is segmentation_data:
         assert [tuple(result.pred_sem_seg.shape) for result in results] == sizes
+
+
+def test_valid_sizes_reach_the_backbone_through_ddp(tmp_path, monkeypatch):
+    model = build('demo/inline_pvt_maskrcnn_shapes').train()
+    seen = []
+    forward = model.backbone.forward
+    monkeypatch.setattr(model.backbone, 'forward', lambda x: seen.append(x) or forward(x))
+    data = demo_mm_inputs(2, [(3, 60, 90), (3, 100, 33)], num_items=[2, 1], num_classes=3, with_mask=True)
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        wrapped = MMDistributedDataParallel(model, device_ids=None)
+        losses = wrapped._run_forward(wrapped.module.data_preprocessor(data, training=True), mode='loss')
+        model.parse_losses(losses)[0].backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    (batch,) = seen
+    assert batch.mminline_valid_size == [(64, 96), (128, 64)] and batch.shape[2:] == (128, 96)
+    assert all(parameter.grad is not None for parameter in model.backbone.parameters())
 
 
 def test_every_config_attaches_valid_sizes():

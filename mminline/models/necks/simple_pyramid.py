@@ -14,10 +14,14 @@ NORM = dict(type='mminline.LayerNorm2d')
 
 @MODELS.register_module()
 class LayerNorm2d(nn.LayerNorm):
-    """LayerNorm over the channels of each position of a map (B, C, H, W)."""
+    """LayerNorm over the channels of each position of a map (B, C, H, W).
+
+    Takes the place of GroupNorm where one image shall not depend on the padding of its batch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        # Contiguous: mmcv's RoIAlign reads channels-last maps wrongly.
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
 
 
 @MODELS.register_module()
@@ -71,8 +75,7 @@ class SimplePyramid(BaseModule):
         x = inputs[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f'SimplePyramid takes maps (B, {self.in_channels}, H, W), got {tuple(x.shape)}')
-        # LayerNorm leaves channels-last maps, which mmcv's RoIAlign reads wrongly.
-        outs = [conv(scale(x)).contiguous() for scale, conv in zip(self.scales, self.convs)]
+        outs = [conv(scale(x)) for scale, conv in zip(self.scales, self.convs)]
         while len(outs) < self.num_outs:
             outs.append(F.max_pool2d(outs[-1], kernel_size=1, stride=2))
         return tuple(outs)

@@ -125,6 +125,19 @@ def test_attribute_checkpointing_and_autocast(with_cp):
     assert all(parameter.grad is not None for parameter in backbone.parameters())
 
 
+def test_compiled_backbone_follows_the_sizes():
+    backbone = FAMILIES['pvt']().eval()
+    compiled = torch.compile(backbone, backend='eager', fullgraph=True)
+    _, batch = make_batch([(64, 96), (64, 64)])
+    with torch.no_grad():
+        for sizes in (None, [(64, 96), (64, 64)], [(64, 96), (32, 96)], [(64, 96), (64, 96)]):
+            x = batch.clone()
+            if sizes is not None:
+                x.mminline_valid_size = sizes
+            for out, expected in zip(compiled(x), backbone(x)):
+                torch.testing.assert_close(out, expected)
+
+
 def test_a_slice_of_a_batch_is_wholly_valid():
     _, batch = make_batch(BATCHES['larger'])
     batch.mminline_valid_size = BATCHES['larger']

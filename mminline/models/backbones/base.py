@@ -156,12 +156,12 @@ class InLineBackbone(BaseModule):
                 zero there. Default: what our data preprocessors attach to ``x``, or else the whole batch. Has no
                 effect with ``pad_aware=False``.
         """
-        if valid_size is None and not torch.compiler.is_compiling():
+        if valid_size is None:
             valid_size = getattr(x, VALID_SIZE, None)
         if valid_size is None or not self.pad_aware:
             return self.forward_whole(x)
         groups = group_by_size(valid_size, x.shape)
-        if set(groups) <= {tuple(x.shape[2:])}:
+        if all(size == tuple(x.shape[2:]) for size in groups):
             return self.forward_whole(x)
         outs = [[None] * len(x) for _ in self.out_strides]
         shapes = [map_shape(x.shape[2:], stride) for stride in self.out_strides]

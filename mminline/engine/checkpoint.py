@@ -9,7 +9,7 @@ from typing import Any, Iterator, Optional, Union
 
 import numpy as np
 import torch
-from mmengine.dist import all_gather_object, get_rank, is_main_process
+from mmengine.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import IterBasedTrainLoop, Runner
@@ -71,7 +71,8 @@ class SafeCheckpointHook(CheckpointHook):
         while 0 < self.max_keep_ckpts < len(self.keep_ckpt_ids):
             outdated = self.file_backend.join_path(
                 self.out_dir, self.filename_tmpl.format(self.keep_ckpt_ids.popleft()))
-            if is_main_process() and self.file_backend.isfile(outdated):
+            # A filename_tmpl without a number gives all of them one name.
+            if is_main_process() and outdated != self.last_ckpt and self.file_backend.isfile(outdated):
                 self.file_backend.remove(outdated)
 
     def _save_best_checkpoint(self, runner: Runner, metrics: dict) -> None:
@@ -84,7 +85,7 @@ class SafeCheckpointHook(CheckpointHook):
             super()._save_best_checkpoint(runner, metrics)
         finally:
             del self.file_backend.remove
-        # Where validation has no count of its own in the name, the new file has taken the place of the old one.
+        # The new one has taken the place of the old one where their names are the same.
         best = [self.best_ckpt_path] if len(self.key_indicators) == 1 else self.best_ckpt_path_dict.values()
         for path in set(outdated).difference(best):  # the main process alone lists any
             self.file_backend.remove(path)
@@ -102,10 +103,10 @@ class SafeCheckpointHook(CheckpointHook):
 
     def _restore_random_state(self, runner: Runner) -> None:
         states = self._loaded_state
-        if not states or len(states) != len(all_gather_object(None)):
+        if not states or len(states) != get_world_size():
             runner.logger.warning(
-                f'The checkpoint has the random state of {len(states or [])} processes, so the run goes on with other '
-                'random numbers than if it had not been stopped.')
+                f'The checkpoint has the random state of {len(states or [])} processes and this run has '
+                f'{get_world_size()}: it goes on with other random numbers than if it had not been stopped.')
             return
         state, loop = states[get_rank()], runner.train_loop
         if isinstance(loop, IterBasedTrainLoop):
@@ -184,8 +185,8 @@ class AtomicLocalBackend(LocalBackend):
             with suppress(OSError):
                 temporary.unlink()
             if isinstance(error, OSError):
-                raise OSError(error.errno, f'could not write {len(obj) / 2**20:.1f} MiB, what was there before is '
-                                           f'kept: {error.strerror}', str(path)) from error
+                raise OSError(error.errno, f'could not write {len(obj):,} bytes, what was there before is kept: '
+                                           f'{error.strerror}', str(path)) from error
             raise
         _sync_folder(path.parent)
 

@@ -202,6 +202,12 @@ def test_ablation_differs_in_one_line(name):
     assert read_config(f'ablation/{name}').to_dict() == demo
 
 
+def test_neck_ablation_differs_in_its_norm():
+    demo = read_config('demo/inline_pvt_maskrcnn_shapes').to_dict()
+    demo['model']['neck']['norm_cfg'] = dict(type='mminline.LayerNorm2d')
+    assert read_config('ablation/pvt_maskrcnn_neck-layer-norm').to_dict() == demo
+
+
 def test_tables_are_complete():
-    names = [*RECIPES, *(f'ablation/{name}' for name in ABLATION)]
+    names = [*RECIPES, *(f'ablation/{name}' for name in (*ABLATION, 'pvt_maskrcnn_neck-layer-norm'))]
     assert set(names) == {name for name in CONFIGS if not name.startswith('demo/')}

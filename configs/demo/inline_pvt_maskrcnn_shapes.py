@@ -1,10 +1,7 @@
 # A narrow Mask R-CNN with InLine-PVT: learns the synthetic shapes (tools/make_shapes.py) on a CPU in minutes.
 _base_ = '../inline_pvt_maskrcnn.py'
 
-# What starts from nothing learns faster with norms in neck and heads. Those of maps go by position: GroupNorm would
-# mix an image with the padding of its batch.
-map_norm_cfg = dict(type='mminline.LayerNorm2d')
-roi_norm_cfg = dict(type='GN', num_groups=8)
+norm_cfg = dict(type='GN', num_groups=8)  # what starts from nothing learns faster with norms in neck and heads
 
 # ---- model: narrow backbone and heads, anchors for objects of 16 to 64 pixels ----------------------------
 model = dict(
@@ -18,15 +15,15 @@ model = dict(
         drop_path_rate=0.0,
         # For so narrow layers the authors' deviation of 0.02 is a slow start.
         init_cfg=dict(_delete_=True, type='Xavier', layer='Linear')),
-    neck=dict(in_channels=[32, 64, 128, 192], out_channels=64, norm_cfg=map_norm_cfg),
+    neck=dict(in_channels=[32, 64, 128, 192], out_channels=64, norm_cfg=norm_cfg),
     rpn_head=dict(in_channels=64, feat_channels=64, anchor_generator=dict(scales=[4])),
     roi_head=dict(
         bbox_roi_extractor=dict(out_channels=64),
         bbox_head=dict(
             type='ConvFCBBoxHead', num_shared_convs=2, num_shared_fcs=1, in_channels=64, conv_out_channels=64,
-            fc_out_channels=256, num_classes=3, reg_class_agnostic=True, norm_cfg=roi_norm_cfg),
+            fc_out_channels=256, num_classes=3, reg_class_agnostic=True, norm_cfg=norm_cfg),
         mask_roi_extractor=dict(out_channels=64),
-        mask_head=dict(num_convs=2, in_channels=64, conv_out_channels=64, num_classes=3, norm_cfg=roi_norm_cfg)),
+        mask_head=dict(num_convs=2, in_channels=64, conv_out_channels=64, num_classes=3, norm_cfg=norm_cfg)),
     train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=128))),
     test_cfg=dict(rpn=dict(nms_pre=500, max_per_img=200)))
 

@@ -205,7 +205,7 @@ def draw_attention(monkeypatch, *args):
 
 def test_windows_of_a_segmentor(given, tmp_path, monkeypatch):
     draw_attention(monkeypatch, SEGMENTATION, given / 'seg.pth', given / 'image.jpg', '--stage', 0, '--block', 1,
-                   '--head', 1, '--query', '64,64', '--out', tmp_path, '--device', 'cpu', '--cfg-options',
+                   '--head', 0, '--query', '64,64', '--out', tmp_path, '--device', 'cpu', '--cfg-options',
                    'model.backbone.attn_types=softmax,softmax,softmax,softmax')
     weights = np.load(tmp_path / 'image_stage0_block1_weights.npy')
     assert weights.shape == (1, 32, 32)

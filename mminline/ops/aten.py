@@ -14,7 +14,7 @@ from torch import Tensor
 # Elements that are worked on at a time. Centred keys stay in a core's cache; outputs leave it anyway, but a
 # temporary of this size is memory that is used again, not pages that the system must clear.
 STATISTICS_CHUNK = 2 ** 19
-OUTPUT_CHUNK = 2 ** 20
+OUTPUT_CHUNK = 2 ** 22
 # About so many tokens, spread over the map, give the values that keys and values are shifted by.
 SAMPLE_TOKENS = 64
 
@@ -169,7 +169,9 @@ def _output(q: Tensor, v: Tensor, local_weight: Optional[Tensor], weights: Tenso
         out_map[height:] = 0
         out_map[:height, width:] = 0
         q_map, v_map, out_map = (x[:height, :width] for x in (q_map, v_map, out_map))
-        rows = max(1, OUTPUT_CHUNK // (channels * width))
+        # What is cut out of a padded map is copied: better within the cache.
+        chunk = OUTPUT_CHUNK if valid is None else STATISTICS_CHUNK
+        rows = max(1, chunk // (channels * width))
         for top in range(0, height, rows):
             bottom = min(top + rows, height)
             out_map[top:bottom] = _output_rows(

@@ -22,10 +22,15 @@ def build_model(cfg: Config) -> nn.Module:
     Raises:
         RunError: if the config names something unknown.
     """
+    return build_part(cfg, cfg.model)
+
+
+def build_part(cfg: Config, part: dict) -> nn.Module:
+    """As :func:`build_model`, for a part of the model, such as ``cfg.model.backbone``."""
     check_names(cfg)
     try:
         with DefaultScope.overwrite_default_scope(cfg.default_scope):
-            return MODELS.build(cfg.model)
+            return MODELS.build(part)
     except KeyError as error:
         raise explain_unknown_name(error) or error from error
 

@@ -42,15 +42,21 @@ class ConfigOptions(DictAction):
             raise argparse.ArgumentError(self, str(error)) from error
 
 
-def common_arguments() -> argparse.ArgumentParser:
-    """A parent parser with the options of every run."""
+def config_arguments() -> argparse.ArgumentParser:
+    """A parent parser with what :func:`read_config` takes."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument('config', metavar='CONFIG', help='config file')
-    parser.add_argument('--work-dir', metavar='DIR',
-                        help="folder for logs, results and checkpoints (work_dirs/ and the config's name)")
     parser.add_argument('--cfg-options', nargs='+', action=ConfigOptions, metavar='KEY=VALUE', default={},
                         help='settings that replace those of the config, as optim_wrapper.optimizer.lr=1e-4; '
                         'lists as KEY="[a,b]" or KEY=a,b; data_root=DIR moves every path below the data root')
+    return parser
+
+
+def common_arguments() -> argparse.ArgumentParser:
+    """A parent parser with the options of every run."""
+    parser = argparse.ArgumentParser(add_help=False, parents=[config_arguments()])
+    parser.add_argument('--work-dir', metavar='DIR',
+                        help="folder for logs, results and checkpoints (work_dirs/ and the config's name)")
     parser.add_argument('--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none',
                         help='what started the processes of a distributed run (%(default)s)')
     # torch.distributed.launch hands this to every process; torchrun sets the environment variable instead.

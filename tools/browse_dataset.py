@@ -13,16 +13,14 @@ from mminline.analysis.dataset_check import SPLITS
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description='Draw images and annotations after the augmentation.')
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = argparse.ArgumentParser(
+        description='Draw images and annotations after the augmentation.', parents=[runs.config_arguments()])
     parser.add_argument('--split', choices=SPLITS, default='train', help='which of the data sets (%(default)s)')
     parser.add_argument('--out-dir', type=Path, default=Path('work_dirs/browse'), metavar='DIR',
                         help='folder for the pictures (%(default)s)')
     parser.add_argument('--number', type=int, default=20, metavar='N',
                         help='how many images, spread evenly over the data set (%(default)s)')
     parser.add_argument('--seed', type=int, default=0, metavar='S', help='of random augmentations (%(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config, as data_root=DIR')
     args = parser.parse_args()
     if args.number < 1:
         parser.error(f'--number must be at least 1, got {args.number}')

@@ -19,15 +19,13 @@ from mminline.analysis.dataset_check import SPLITS, check_datasets, overview_tab
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description='Look through the data sets of a config.')
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = argparse.ArgumentParser(
+        description='Look through the data sets of a config.', parents=[runs.config_arguments()])
     parser.add_argument('--split', nargs='+', choices=SPLITS, default=SPLITS, metavar='SPLIT',
                         help=f'which of the data sets: {", ".join(SPLITS)} (all)')
     parser.add_argument('--shown', type=int, default=10, metavar='N',
                         help='how many problems of a kind are named on the screen (%(default)s)')
     parser.add_argument('--out', type=Path, metavar='FILE', help='write all problems to a JSON file')
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config, as data_root=DIR')
     return parser, parser.parse_args()
 
 

@@ -12,8 +12,8 @@ from mminline.apis import infer
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description='Find objects, or label pixels, in images with a trained model.')
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = argparse.ArgumentParser(
+        description='Find objects, or label pixels, in images with a trained model.', parents=[runs.config_arguments()])
     parser.add_argument('checkpoint', metavar='CHECKPOINT', help='checkpoint file of a run')
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files, folders and patterns in quotes')
     parser.add_argument('--out-dir', type=Path, default=Path('work_dirs/infer'), metavar='DIR',
@@ -22,8 +22,6 @@ def parse_args():
     parser.add_argument('--batch-size', type=int, default=1, metavar='N', help='images at once (%(default)s)')
     parser.add_argument('--score-thr', type=float, default=0.3, metavar='X',
                         help='lowest score of an object, from 0 to 1 (%(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config')
     args = parser.parse_args()
     if args.batch_size < 1:
         parser.error(f'--batch-size must be at least 1, got {args.batch_size}')

@@ -13,20 +13,17 @@ from mminline.publish import publish_checkpoint
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Strip a run's checkpoint to weights and config for inference.")
-    parser.add_argument('config', metavar='CONFIG', help="the run's config file; its work dir has a copy")
+    parser = argparse.ArgumentParser(
+        description="Strip a run's checkpoint to weights and config for inference.", parents=[runs.config_arguments()])
     parser.add_argument('checkpoint', metavar='CHECKPOINT', type=Path, help='checkpoint file of the run')
     parser.add_argument('--out-dir', metavar='DIR', type=Path, help="folder for the new file (the checkpoint's)")
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config')
-    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
     return parser, parser.parse_args()
 
 
 def main():
     parser, args = parse_args()
     with runs.exit_on_run_error(parser):
-        cfg = runs.load_config(args)
+        cfg = runs.read_config(args.config, args.cfg_options)
         try:
             path = publish_checkpoint(cfg, args.checkpoint, args.out_dir or args.checkpoint.parent)
         except OSError as error:

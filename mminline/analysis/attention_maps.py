@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from mmengine.registry import MODELS, TRANSFORMS, DefaultScope
+from mmengine.registry import TRANSFORMS, DefaultScope
 from torch import Tensor, nn
 
+from mminline.build import build_part
 from mminline.models import InLineDeiT
 from mminline.models.layers import (
     Block,
@@ -38,8 +39,8 @@ from mminline.models.layers.attention import split_heads
 from mminline.models.layers.windows import pad_map, to_windows, window_mask
 from mminline.models.pretrained import load_pretrained
 from mminline.ops.reference import inline_attention_weights
-from mminline.preflight import RunError, check_names, explain_unknown_name
-from mminline.runs import ConfigOptions, innermost_dataset
+from mminline.preflight import RunError
+from mminline.runs import config_arguments, innermost_dataset
 
 from .measure import relative_error
 
@@ -379,8 +380,7 @@ class Sight(NamedTuple):
 # ---- the command line that these analyses share -------------------------------------------------------
 def block_arguments() -> argparse.ArgumentParser:
     """A parent parser with a config, its weights, an image, and a block of the backbone."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = argparse.ArgumentParser(add_help=False, parents=[config_arguments()])
     parser.add_argument('checkpoint', metavar='CHECKPOINT', help='checkpoint of a run, or a file of the authors')
     parser.add_argument('image', metavar='IMAGE', type=Path, help='image file')
     parser.add_argument('--stage', type=int, default=0, metavar='S', help='stage of the backbone, from 0 (%(default)s)')
@@ -389,9 +389,6 @@ def block_arguments() -> argparse.ArgumentParser:
                         help='cpu or cuda (%(default)s)')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/attention'), metavar='DIR',
                         help='folder for what is written (%(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config')
-    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
     return parser
 
 
@@ -407,13 +404,8 @@ def load_backbone(cfg: Config, checkpoint: str, device: torch.device) -> Tuple[n
     Raises:
         RunError: If the config names something unknown, or the weights cannot be read or do not fit.
     """
-    check_names(cfg)
-    try:
-        with DefaultScope.overwrite_default_scope(cfg.default_scope):
-            backbone = MODELS.build({**cfg.model.backbone, 'init_cfg': None})
-            preprocessor = MODELS.build(cfg.model.data_preprocessor)
-    except KeyError as error:
-        raise explain_unknown_name(error) or error from error
+    backbone = build_part(cfg, {**cfg.model.backbone, 'init_cfg': None})
+    preprocessor = build_part(cfg, cfg.model.data_preprocessor)
     try:
         load_pretrained(backbone, checkpoint)
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:

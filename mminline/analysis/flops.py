@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import mminline.ops  # noqa: F401  torch.ops.mminline
 from mminline.build import build_on_meta
+from mminline.models.layers.embed import missing_to_multiple
 
 # MMDetection's convention for two-stage detectors.
 NUM_PROPOSALS = 1000
@@ -87,7 +88,7 @@ def analyse_config(cfg: Config, shape: Optional[Sequence[int]] = None, with_grow
         model = TwoStageInference(model)
     shape = check_shape(shape or default_shape(cfg))
     divisor = cfg.model.get('data_preprocessor', {}).get('pad_size_divisor', 1)
-    padded = [size + -size % divisor for size in shape]
+    padded = [size + missing_to_multiple(size, divisor) for size in shape]
     return analyse_model(model, padded, with_growth)._replace(shape=shape)
 
 

@@ -11,10 +11,11 @@ from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
-from mmengine.registry import DATASETS, MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
+from mmengine.registry import DATASETS, init_default_scope
 from mmengine.visualization import Visualizer
 from rich.progress import track
+
+from mminline.build import load_model
 
 MIN_SCORE = 0.5  # of the predictions that are drawn
 ENLARGE = 4  # small images are drawn larger, or labels would hide them
@@ -53,15 +54,14 @@ def draw_predictions(cfg: Config, checkpoint: Union[str, Path], out_file: Union[
 
     Raises:
         ValueError: If the config is for another toolbox.
+        RunError: If the checkpoint cannot be read or does not fit the model.
     """
     if cfg.default_scope not in DRAWN_BY:
         raise ValueError(f"can draw for {', '.join(DRAWN_BY)}, got default_scope={cfg.default_scope!r}")
     draw_sample, explanation = DRAWN_BY[cfg.default_scope]
     init_default_scope(cfg.default_scope)
     dataset = DATASETS.build(cfg.test_dataloader.dataset)
-    model = MODELS.build(cfg.model)
-    load_checkpoint(model, str(checkpoint), map_location='cpu')
-    model.eval()
+    model = load_model(cfg, checkpoint, device='cpu')
 
     indices = np.unique(np.linspace(0, len(dataset) - 1, num_images).round().astype(int))
     pairs = []

@@ -13,6 +13,7 @@ from torch import nn
 from mminline.registry import MODELS
 
 from .backbones.base import VALID_SIZE
+from .layers.embed import missing_to_multiple
 
 TOTAL_STRIDE = 32
 
@@ -44,7 +45,7 @@ class AttachesValidSize:
         return data
 
     def _valid_size(self, size: Tuple[int, int], batch_size: Tuple[int, int]) -> Tuple[int, int]:
-        return tuple(min(-(-edge // self.stride) * self.stride, most) for edge, most in zip(size, batch_size))
+        return tuple(min(edge + missing_to_multiple(edge, self.stride), most) for edge, most in zip(size, batch_size))
 
 
 class PadsToTheLargest:

@@ -34,7 +34,7 @@ def parse_args():
 def main():
     parser, args = parse_args()
     with runs.exit_on_run_error(parser):
-        cfg = runs.load_config(args)
+        cfg = runs.read_config(args.config, args.cfg_options)
         backbone, preprocessor = attention_maps.load_backbone(cfg, args.checkpoint, args.device)
         loaded = attention_maps.load_image(cfg, preprocessor, args.image)
         try:

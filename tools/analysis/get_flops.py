@@ -15,22 +15,19 @@ from mminline.analysis.flops import analyse_config, complexity_dict, complexity_
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description='Count the multiply-adds and parameters of a config.')
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = argparse.ArgumentParser(
+        description='Count the multiply-adds and parameters of a config.', parents=[runs.config_arguments()])
     parser.add_argument('--shape', type=int, nargs=2, metavar=('H', 'W'),
                         help='height and width of the image in pixels (detection 800 1280, segmentation its crop '
                         'or 512 512)')
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
-    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
     return parser, parser.parse_args()
 
 
 def main():
     parser, args = parse_args()
     with runs.exit_on_run_error(parser):
-        cfg = runs.load_config(args)
+        cfg = runs.read_config(args.config, args.cfg_options)
         try:
             complexity = analyse_config(cfg, args.shape)
         except (ValueError, NotImplementedError) as error:

@@ -26,7 +26,7 @@ def main():
     if not 0 < args.tolerance < 1:
         parser.error(f'--tolerance must be between 0 and 1, got {args.tolerance}')
     with runs.exit_on_run_error(parser):
-        cfg = runs.load_config(args)
+        cfg = runs.read_config(args.config, args.cfg_options)
         backbone, preprocessor = attention_maps.load_backbone(cfg, args.checkpoint, args.device)
         loaded = attention_maps.load_image(cfg, preprocessor, args.image)
         try:

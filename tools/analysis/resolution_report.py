@@ -24,8 +24,8 @@ def parse_edge(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Measure a config's model on growing images.")
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = argparse.ArgumentParser(
+        description="Measure a config's model on growing images.", parents=[runs.config_arguments()])
     parser.add_argument('--sizes', type=parse_edge, nargs='+', metavar='EDGE',
                         default=[256, 512, 768, 1024, 1536, 2048],
                         help='square images, in pixels (256 512 768 1024 1536 2048)')
@@ -45,16 +45,13 @@ def parse_args():
                         help='memory to use at most (90 %% of what is available)')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/resolution'), metavar='DIR',
                         help='folder for table.csv and report.png (%(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=runs.ConfigOptions, metavar='KEY=VALUE', default={},
-                        help='settings that replace those of the config')
-    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)  # of runs that are none here
     return parser, parser.parse_args()
 
 
 def main():
     parser, args = parse_args()
     with runs.exit_on_run_error(parser):
-        cfg = runs.load_config(args)
+        cfg = runs.read_config(args.config, args.cfg_options)
         report.make_variants(cfg, args.attention)  # says what is wrong before a folder is made
         args.out.mkdir(parents=True, exist_ok=True)
         rows, labels, left_out = report.run_report(

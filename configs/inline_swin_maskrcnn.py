@@ -6,6 +6,7 @@ _base_ = [
     'mmdet::_base_/default_runtime.py',
 ]
 custom_imports = dict(imports=['mminline'])
+default_hooks = dict(checkpoint=dict(type='mminline.SafeCheckpointHook'))
 
 model = dict(
     data_preprocessor=dict(type='mminline.DetDataPreprocessor'),

@@ -68,6 +68,11 @@ def read_config(name):
 
 
 @pytest.mark.parametrize('name', CONFIGS)
+def test_checkpoints_survive(name):
+    assert read_config(name).default_hooks.checkpoint.type == 'mminline.SafeCheckpointHook'
+
+
+@pytest.mark.parametrize('name', CONFIGS)
 def test_predicts_an_image(name):
     cfg = read_config(name)
     check_names(cfg)

@@ -169,7 +169,7 @@ def train(cfg: Config, *, resume: Optional[str] = None, amp: bool = False, auto_
     Args:
         cfg: From :func:`load_config`.
         resume: A checkpoint to go on from; 'auto' takes the latest of ``cfg.work_dir``, if there is one.
-        amp: Automatic mixed precision.
+        amp: Automatic mixed precision: fp16 on an accelerator, bf16 on a CPU.
         auto_scale_lr: Scale the learning rate by batch size / ``auto_scale_lr.base_batch_size``.
         from_scratch: Load no pretrained weights.
 
@@ -275,13 +275,11 @@ def drop_pretrained(node) -> None:
 
 
 def _use_amp(cfg: Config) -> None:
-    if get_device() == 'cpu':
-        raise RunError('--amp: mixed precision training needs an accelerator, and none was found')
-    if cfg.optim_wrapper.get('type', 'OptimWrapper') == 'OptimWrapper':
-        cfg.optim_wrapper.type = 'AmpOptimWrapper'
-        cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
-    elif cfg.optim_wrapper.type != 'AmpOptimWrapper':
-        raise RunError(f'--amp replaces an OptimWrapper, and the config has {cfg.optim_wrapper.type}')
+    kind = cfg.optim_wrapper.get('type', 'OptimWrapper')
+    if kind in ('OptimWrapper', 'AmpOptimWrapper'):
+        cfg.optim_wrapper.type = 'mminline.AmpOptimWrapper'
+    elif kind != 'mminline.AmpOptimWrapper':
+        raise RunError(f'--amp replaces an OptimWrapper, and the config has {kind}')
 
 
 # ---- options of testing -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,44 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, monkeypatch, fault):
 
     assert train(tmp_path, 2, resume=True, max_keep_ckpts=1).iter == 2
     assert files(tmp_path).keys() == {'iter_2.pth', 'last_checkpoint'}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    folder = tmp_path / 'disk'
+    folder.mkdir()
+    mount = shutil.which('mount') or pytest.skip('there is no mount')
+    done = subprocess.run([mount, '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f'this user may not mount: {done.stderr.strip()}')
+    yield folder
+    subprocess.run(['umount', folder], check=True)
+
+
+def test_a_disk_that_is_full_and_then_read_only(tmp_path, small_disk):
+    options = dict(max_keep_ckpts=1, out_dir=str(small_disk))
+    train(tmp_path / 'run', 1, **options)
+    before = files(small_disk / 'run')
+    assert before.keys() == {'iter_1.pth'}
+    free = os.statvfs(small_disk)
+    (small_disk / 'other').write_bytes(bytes(free.f_bavail * free.f_bsize))
+
+    with pytest.raises(OSError, match='could not write .*iter_2.pth') as full:
+        train(tmp_path / 'run', 2, resume=True, **options)
+    assert full.value.errno == errno.ENOSPC
+    assert files(small_disk / 'run') == before
+
+    (small_disk / 'other').unlink()
+    subprocess.run(['mount', '-o', 'remount,ro', small_disk], check=True)
+    with pytest.raises(OSError, match='could not write .*iter_2.pth') as read_only:
+        train(tmp_path / 'run', 2, resume=True, **options)
+    assert read_only.value.errno == errno.EROFS
+    assert files(small_disk / 'run') == before
+
+    subprocess.run(['mount', '-o', 'remount,rw', small_disk], check=True)
+    assert train(tmp_path / 'run', 2, resume=True, **options).iter == 2
+    assert files(small_disk / 'run').keys() == {'iter_2.pth'}
 
 
 def test_outdated_checkpoints_are_removed_last(tmp_path, monkeypatch):

@@ -100,11 +100,6 @@ def test_train_refuses(start, tmp_path, monkeypatch, args, message):
     assert re.search(message, error) or message in error, error
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason='there is an accelerator')
-def test_amp_without_an_accelerator_is_refused(start):
-    assert '--amp' in start('train', DEMO, '--amp')
-
-
 def test_test_refuses_a_missing_checkpoint_and_a_wrong_output(start, data_root):
     data = ['--cfg-options', f'data_root={data_root}']
     error = start('test', DEMO, 'gone.pth', *data)
@@ -172,6 +167,15 @@ def test_options_of_train(start, data_root, tmp_path):
     (tmp_path / 'some.pth').touch()
     cfg = start('train', DEMO, '--resume', 'some.pth', '--cfg-options', f'data_root={data_root}')
     assert (cfg.resume, cfg.load_from) == (True, 'some.pth')
+
+
+def test_amp(start, data_root):
+    data = [f'data_root={data_root}', 'optim_wrapper.type=AmpOptimWrapper']
+    for options in (data[:1], data):
+        cfg = start('train', DEMO, '--amp', '--cfg-options', *options)
+        assert cfg.optim_wrapper.type == 'mminline.AmpOptimWrapper'
+    error = start('train', DEMO, '--amp', '--cfg-options', 'optim_wrapper.type=ApexOptimWrapper')
+    assert error == '--amp replaces an OptimWrapper, and the config has ApexOptimWrapper\n'
 
 
 def test_from_scratch_drops_pretrained_weights_only(start, data_root):

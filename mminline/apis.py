@@ -69,7 +69,8 @@ def infer(config: Union[str, Path, Config], checkpoint: Union[str, Path],
         score_thr: Objects that score less are left out; 0 to 1. Without meaning for segmentation.
 
     Returns:
-        The entries of results.json, in the order of the images, and the images that could not be read.
+        The entries of results.json, in the order of the images, and the images that could not be read, or that the
+        config's test pipeline does not take.
 
     Raises:
         ValueError: If ``batch_size`` or ``score_thr`` is out of range.
@@ -166,7 +167,7 @@ def _output_names(files: list[str]) -> dict[str, str]:
 
 
 def _load(files: list[str], cfg: Config, unreadable: dict[str, str]) -> Iterator[LoadedImage]:
-    """Loads images with a config's test pipeline; notes those that cannot be read."""
+    """Loads images with a config's test pipeline; notes those that cannot be read or prepared."""
     loading, *preparing = (step for step in innermost_dataset(cfg).pipeline if not _loads_annotations(step))
     with DefaultScope.overwrite_default_scope(cfg.default_scope):
         load, prepare = TRANSFORMS.build(loading), Compose(preparing)
@@ -174,10 +175,20 @@ def _load(files: list[str], cfg: Config, unreadable: dict[str, str]) -> Iterator
         try:
             loaded = load(dict(img_path=file, img_id=index))
         except Exception as error:  # decoders meet a damaged file with many kinds of exception
-            unreadable[file] = ' '.join(str(error).split()) or type(error).__name__
+            unreadable[file] = _in_one_line(error)
             continue
         pixels = loaded['img'].copy()
-        yield LoadedImage(file, pixels, prepare(loaded))
+        try:
+            packed = prepare(loaded)
+        except Exception as error:  # so do transforms, such as a resize to no pixels
+            height, width = pixels.shape[:2]
+            unreadable[file] = f'the test pipeline does not take its {width}x{height} pixels: {_in_one_line(error)}'
+            continue
+        yield LoadedImage(file, pixels, packed)
+
+
+def _in_one_line(error: Exception) -> str:
+    return ' '.join(str(error).split()) or type(error).__name__
 
 
 def _loads_annotations(step: dict) -> bool:

@@ -9,8 +9,9 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import DATASETS, MODELS, DefaultScope
-from torch import nn
+from torch import Tensor, nn
 
+from .models.pretrained import check_finite, check_same_parameters
 from .preflight import RunError, check_names, explain_unknown_name
 from .runs import drop_pretrained, innermost_dataset
 from .safe_loading import load_weights_file
@@ -91,23 +92,24 @@ def read_checkpoint(path: Union[str, Path]) -> dict:
         content = load_weights_file(path)
     except (FileNotFoundError, pickle.UnpicklingError, RuntimeError) as error:
         raise RunError(str(error)) from error
-    if not isinstance(content, dict) or not isinstance(content.get('state_dict'), dict):
-        raise RunError(f'{path} is no checkpoint of a run: it has no state_dict')
+    state_dict = content.get('state_dict') if isinstance(content, dict) else None
+    if not isinstance(state_dict, dict) or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        raise RunError(f'{path} is no checkpoint of a run: it has no state_dict of tensors')
     return content
 
 
 def check_fit(model: nn.Module, content: dict, checkpoint: Union[str, Path], cfg: Config) -> None:
-    """Check that a checkpoint has exactly the parameters and buffers of a model.
+    """Check that a checkpoint has exactly the parameters and buffers of a model, and that all are finite.
 
     Raises:
-        RunError: if one is missing, unknown or of another shape.
+        RunError: if one is missing, unknown, of another shape or not finite.
     """
-    expected, saved = ({name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-                       for state_dict in (model.state_dict(), content['state_dict']))
-    differing = sorted(name for name in {*expected, *saved} if expected.get(name) != saved.get(name))
-    if differing:
-        name = differing[0]
-        raise RunError(
-            f'the weights in {checkpoint} are not those of the model of {cfg.filename}: {len(differing)} parameters '
-            f'differ, such as {name}, {saved.get(name, "none")} in the checkpoint and {expected.get(name, "none")} in '
-            "the model. The run's own config is in its work dir.")
+    try:
+        check_same_parameters(model, content['state_dict'])
+    except ValueError as error:
+        raise RunError(f'the weights in {checkpoint} are not those of the model of {cfg.filename}: {error}. '
+                       "The run's own config is in its work dir.") from None
+    try:
+        check_finite(content['state_dict'], str(checkpoint))
+    except ValueError as error:
+        raise RunError(str(error)) from None

@@ -188,10 +188,10 @@ def train(cfg: Config, *, resume: Optional[str] = None, amp: bool = False, auto_
     if resume:
         cfg.resume = True
         cfg.load_from = None if resume == 'auto' else resume
-        cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type='mminline.ResumeGuardHook')]
+        _guard_checkpoint(cfg)
     check_names(cfg)
     check_files(cfg, 'train')
-    with _unknown_names_explained():
+    with _failures_explained():
         _build_runner(cfg).train()
 
 
@@ -216,6 +216,7 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
     """
     cfg.load_from = checkpoint
     cfg.resume = False
+    _guard_checkpoint(cfg)
     is_detection = cfg.default_scope == 'mmdet'
     if show or show_dir:
         _show_predictions(cfg, show, show_dir, wait_time)
@@ -225,8 +226,12 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
         _write_detections(cfg, out) if is_detection else _write_label_maps(cfg, out)
     check_names(cfg)
     check_files(cfg, 'test')
-    with _unknown_names_explained():
+    with _failures_explained():
         return _build_runner(cfg).test()
+
+
+def _guard_checkpoint(cfg: Config) -> None:
+    cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type='mminline.CheckpointGuardHook')]
 
 
 def _build_runner(cfg: Config) -> Runner:
@@ -249,7 +254,7 @@ def _build_runner(cfg: Config) -> Runner:
 
 
 @contextmanager
-def _unknown_names_explained():
+def _failures_explained():
     try:
         yield
     except KeyError as error:
@@ -257,6 +262,11 @@ def _unknown_names_explained():
         if explained is None:
             raise
         raise explained from error
+    except ValueError as error:
+        if 'need at least one array to concatenate' not in str(error):  # mmengine's data set with nothing in it
+            raise
+        raise RunError('no image is left of a data set: filter_cfg drops small ones and those without objects of its '
+                       'classes; tools/check_dataset.py CONFIG says what there is') from error
 
 
 # ---- options of training ------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """Checkpoints of runs and official files load with weights_only=True; crafted ones are refused."""
+import ast
 import builtins
 import copy
 import functools
@@ -7,12 +8,14 @@ import io
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
 import types
 import zipfile
 from collections import Counter, OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +27,12 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import _load_checkpoint
 from torch import nn
 
+from mminline.datasets import make_shapes
+from mminline.preflight import RunError
 from mminline.safe_loading import allow_run_checkpoints, load_weights_file
+
+from .test_bad_input import READERS, config_of_a_run
+from .test_infer import make_model
 
 # The functions by which numpy pickles arrays and numbers; their module depends on numpy's version.
 RECONSTRUCT, SCALAR = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
@@ -348,6 +356,58 @@ def test_resume_does_not_run_a_config_in_the_checkpoint(tmp_path):
     assert not (tmp_path / 'code_ran').exists()
 
 
+@pytest.fixture(scope='module')
+def detector(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('detector')
+    make_shapes(folder / 'shapes', num_images=4)
+    return make_model(folder, 'detection'), folder / 'shapes/coco'
+
+
+@pytest.mark.parametrize('reader', READERS)
+def test_no_reader_runs_what_is_in_a_file(detector, tmp_path, monkeypatch, reader):
+    """The whole way of each: what is in the file never becomes a model, and leaves no trace."""
+    model, data_root = detector
+    monkeypatch.setenv('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', '1')  # must not matter
+    content = torch.load(model.checkpoint, weights_only=True)
+    content['state_dict']['backbone.pos_embed1'] = Call(os.system, f'touch {tmp_path / "code_ran"}')
+    torch.save(content, tmp_path / 'crafted.pth')
+    cfg = config_of_a_run(model, data_root, tmp_path)
+    with pytest.raises((pickle.UnpicklingError, RunError), match=r'crafted\.pth was not loaded, for safety: .*system'):
+        READERS[reader](cfg, tmp_path / 'crafted.pth', data_root / 'train/000001.jpg', tmp_path / 'out')
+    assert {path.name for path in tmp_path.iterdir()} <= {'crafted.pth', 'run'}
+    assert not list(tmp_path.glob('run/*.pth'))
+
+
+# As a loader that is there before this project is imported, such as that of onedl's mmengine.
+TRUSTING_LOADER = """
+import os, pickle, sys
+import torch
+from mmengine.runner.checkpoint import CheckpointLoader, load_checkpoint
+
+@CheckpointLoader.register_scheme(prefixes='', force=True)
+def load_from_local(filename, map_location=None):
+    try:
+        return torch.load(filename, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError:
+        return torch.load(filename, map_location=map_location, weights_only=False)
+
+load_checkpoint(torch.nn.Linear(1, 1), 'crafted.pth')
+os.remove('code_ran')  # the file does what it is meant to do
+import mminline
+try:
+    load_checkpoint(torch.nn.Linear(1, 1), 'crafted.pth')
+except pickle.UnpicklingError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_loader_that_was_there_before_gives_way(tmp_path):
+    torch.save(dict(state_dict=dict(weight=Call(os.system, 'touch code_ran'))), tmp_path / 'crafted.pth')
+    result = subprocess.run([sys.executable, '-c', TRUSTING_LOADER], cwd=tmp_path, capture_output=True, text=True)
+    assert re.search(r'crafted\.pth was not loaded, for safety: .*system', result.stderr), result.stderr
+    assert os.listdir(tmp_path) == ['crafted.pth']
+
+
 def test_downloads_are_read_the_same_way(tmp_path, monkeypatch):
     torch.save(dict(weight=torch.ones(2)), tmp_path / 'good.pth')
     torch.save(Call(os.system, f'touch {tmp_path / "code_ran"}'), tmp_path / 'crafted.pth')
@@ -369,6 +429,50 @@ def test_downloads_are_read_the_same_way(tmp_path, monkeypatch):
         server.shutdown()
         server.server_close()
     assert not (tmp_path / 'code_ran').exists()
+
+
+# ---- the source --------------------------------------------------------------------------------------
+ROOT = Path(__file__).parents[1]
+RUN_TEXT = ('eval', 'exec', 'compile', 'os.system', 'os.popen', 'subprocess.getoutput', 'subprocess.getstatusoutput',
+            'pickle.load', 'pickle.loads', 'pickle.Unpickler')
+
+
+def dangerous_calls(source):
+    """Yields calls that run text or unpickle anything, with their line."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if (name in RUN_TEXT or options.get('shell', 'False') != 'False'
+                or (re.fullmatch(r'torch\.(hub\.)?load\w*', name) and 'weights_only' not in options)
+                or options.get('weights_only', 'True') != 'True'):
+            yield f'{node.lineno}: {name}'
+
+
+@pytest.mark.parametrize('call', [
+    'eval(text)', 'os.system(text)', 'subprocess.run(text, shell=True)', 'subprocess.run(text, shell=is_shell)',
+    'torch.load(path)', 'torch.load(path, weights_only=False)', 'torch.hub.load_state_dict_from_url(url)'])
+def test_dangerous_calls_are_seen(call):
+    assert list(dangerous_calls(f'x = {call}'))
+    assert not list(dangerous_calls('model.eval(); subprocess.run([name]); torch.load(path, weights_only=True)'))
+
+
+def test_no_text_is_run():
+    folders = ('mminline', 'tools', 'benchmarks', 'examples')
+    paths = [path for folder in folders for path in (ROOT / folder).rglob('*.py')]
+    assert len(paths) > 50
+    found = [f'{path.relative_to(ROOT)}:{call}' for path in paths for call in dangerous_calls(path.read_text())]
+    assert found == []
+
+
+def test_scripts_hand_on_their_arguments_as_they_are():
+    paths = [path for folder in ('tools', 'benchmarks') for path in (ROOT / folder).glob('*.sh')]
+    assert len(paths) > 3
+    for path in paths:
+        script = path.read_text()
+        assert not re.search(r'\b(eval|(ba)?sh -c)\b', script), path
+        assert '$@' not in script.replace('"$@"', ''), path
 
 
 # ---- unreadable files --------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from ..preflight import RunError
 
 SPLITS = ('train', 'val', 'test')
 OUTSIDE = 0.5  # pixels; a box may reach so far out of its image: COCO's own are rounded
+# Pipelines scale an image by its longer side, often to a few hundred pixels: the shorter one must not vanish.
+MAX_ASPECT_RATIO = 100
 
 
 class Problem(NamedTuple):
@@ -148,7 +150,16 @@ def check_detection_set(settings: dict, name: str) -> Report:
     if not isinstance(dataset, CocoDataset):
         raise RunError(f'{name}: data sets in the format of COCO can be looked at, got {settings["type"]}')
     needs_masks = any(step.get('with_mask') for step in settings.get('pipeline') or ())
-    return check_coco(dataset.ann_file, dataset.data_prefix['img'], dataset.metainfo['classes'], needs_masks, name)
+    report = check_coco(
+        dataset.ann_file, dataset.data_prefix['img'], dataset.metainfo['classes'], needs_masks, name)
+    if not any(report.counts.values()):
+        report.problems.append(Problem('no objects', dataset.ann_file, "there is none of the config's classes"))
+    min_size = (settings.get('filter_cfg') or {}).get('min_size', 0)
+    num_small = sum(min(size) < min_size for size in report.sizes)
+    if num_small and not settings.get('test_mode'):
+        report.remarks.append(f'{num_small} images are left out of training: a side of less than {min_size} pixels '
+                              '(filter_cfg.min_size)')
+    return report
 
 
 def check_coco(annotation_file: Union[str, Path], image_dir: Union[str, Path], classes: Sequence[str],
@@ -183,12 +194,14 @@ def check_coco(annotation_file: Union[str, Path], image_dir: Union[str, Path], c
             problems.append(problem)
             continue
         sizes[image_id] = size
+        problems += _size_problems(size, paths[image_id])
         listed = (images[image_id]['width'], images[image_id]['height'])
         if size != listed:
             problems.append(Problem('image of another size', paths[image_id], f'{_by(size)}, listed as {_by(listed)}'))
 
     counts = Counter(dict.fromkeys(classes, 0))
     ignored = Counter()
+    num_crowds = 0
     with_objects = set()
     for annotation in track(content['annotations'], description=f'{name}: annotations'):
         image = images.get(annotation['image_id'])
@@ -202,6 +215,8 @@ def check_coco(annotation_file: Union[str, Path], image_dir: Union[str, Path], c
             problems.append(Problem('annotation without a category', place, f'category_id {annotation["category_id"]}'))
         elif category not in classes:
             ignored[category] += 1
+        elif annotation.get('iscrowd'):
+            num_crowds += 1
         else:
             counts[category] += 1
             with_objects.add(image['id'])
@@ -216,6 +231,8 @@ def check_coco(annotation_file: Union[str, Path], image_dir: Union[str, Path], c
                 problems.append(Problem(kind, place, what))
 
     remarks = [f'{len(images) - len(with_objects)} images without objects']
+    if num_crowds:
+        remarks.append(f'{num_crowds} crowd regions, in which nothing is learned or counted')
     remarks += [f'{count} objects of the category {category!r}, which is none of the config\'s classes'
                 for category, count in ignored.items()]
     return Report(name, len(images), list(sizes.values()), 'objects', dict(counts), remarks, problems)
@@ -248,6 +265,12 @@ def _double_ids(content: dict, path: Union[str, Path]) -> Iterator[Problem]:
 def _size(path: str) -> tuple[Optional[tuple[int, int]], Optional[Problem]]:
     pixels, problem = read_image(path)
     return (None if pixels is None else pixels.shape[1::-1]), problem
+
+
+def _size_problems(size: tuple[int, int], path: str) -> list[Problem]:
+    if min(size) > 1 and max(size) <= MAX_ASPECT_RATIO * min(size):
+        return []
+    return [Problem('thin image', path, f'{_by(size)}; most pipelines cannot crop it, or scale it by its longer side')]
 
 
 def _by(size: tuple[int, int]) -> str:
@@ -376,7 +399,7 @@ def check_label_maps(pairs: Iterable[tuple[str, str]], classes: Sequence[str], l
 
 def _look_at_pair(image: str, label_map: str, label_range: LabelRange) -> LabelMapContent:
     size, problem = _size(image)
-    problems = [problem] if problem else []
+    problems = [problem] if problem else _size_problems(size, image)
     values, problem = _read_label_map(label_map)
     if problem is not None:
         return LabelMapContent(size, {}, [*problems, problem])

@@ -35,9 +35,6 @@ class LoadReport(NamedTuple):
         return loaded / counted if counted else 0.
 
     def __str__(self) -> str:
-        def examples(names: Tuple[str, ...]) -> str:
-            return f' ({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})' if names else ''
-
         return (f'{self.source}: {len(self.matched)} parameters matched, '
                 f'{len(self.resized)} resized{examples(self.resized)}, '
                 f'{len(self.missing)} missing{examples(self.missing)}, '
@@ -75,7 +72,8 @@ def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = 0
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if too little fits; the message names examples.
+        ValueError: if too little fits, or what fits is not finite; the message names examples.
+        pickle.UnpicklingError, RuntimeError: as :func:`mminline.safe_loading.load_weights_file`.
     """
     if not 0 <= min_matched <= 1:
         raise ValueError(f'min_matched must be in [0, 1], got {min_matched}')
@@ -96,7 +94,45 @@ def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = 0
     if report.fraction < min_matched:
         raise ValueError(f'these weights do not fit {type(backbone).__name__}, at least {min_matched:.0%} of the '
                          f'parameters must match (min_matched in init_cfg): {report}')
-    backbone.load_state_dict({name: state_dict[name] for name in fitting}, strict=False)
+    weights = {name: value for name, value in state_dict.items() if name in fitting}
+    check_finite(weights, source)
+    backbone.load_state_dict(weights, strict=False)
     print_log(f'pretrained weights: {report}', logger='current',
               level=logging.WARNING if report.missing else logging.INFO)
     return report
+
+
+def check_same_parameters(model: nn.Module, state_dict: Dict[str, Tensor], allow_unused: bool = False) -> None:
+    """Check that a state dict has exactly the parameters and buffers of a whole model.
+
+    Args:
+        allow_unused: The state dict may have more.
+
+    Raises:
+        ValueError: if one is missing, unknown or of another shape; the message names one.
+    """
+    expected, saved = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                       for tensors in (model.state_dict(), state_dict))
+    names = expected if allow_unused else {*expected, *saved}
+    differing = sorted(name for name in names if expected.get(name) != saved.get(name))
+    if differing:
+        name = differing[0]
+        raise ValueError(f'{len(differing)} parameters differ, such as {name}, {saved.get(name, "none")} in the '
+                         f'checkpoint and {expected.get(name, "none")} in the model')
+
+
+def check_finite(state_dict: Dict[str, Tensor], source: str) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Raises:
+        ValueError: if one is; the message names the source and examples.
+    """
+    broken = tuple(name for name, value in state_dict.items() if not value.isfinite().all())
+    if broken:
+        raise ValueError(f'{source} holds weights that are not finite, in {len(broken)} of {len(state_dict)} tensors'
+                         f'{examples(broken)}')
+
+
+def examples(names: Tuple[str, ...]) -> str:
+    """Return the first names in brackets; nothing for none."""
+    return f' ({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})' if names else ''

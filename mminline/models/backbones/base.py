@@ -1,6 +1,7 @@
 """What the backbones share: checked arguments, frozen stages, and weights that fit any position table."""
 import math
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -33,7 +34,16 @@ def resolve_arch(arch: Union[str, dict], table: Dict[str, dict]) -> dict:
     keys = set(next(iter(table.values())))
     if set(arch) != keys:
         raise ValueError(f'an arch dict needs exactly the keys {sorted(keys)}, got {sorted(arch)}')
+    check_positive(**{name: value for name, value in arch.items() if name != 'attn_types'})
     return dict(arch)
+
+
+def check_positive(**sizes: Union[float, Sequence[float]]) -> None:
+    """Check numbers, or sequences of numbers, by the names of their arguments."""
+    for name, value in sizes.items():
+        numbers = value if isinstance(value, Sequence) else (value,)
+        if not all(isinstance(number, Real) and number > 0 for number in numbers):
+            raise ValueError(f'{name} must be positive, got {value!r}')
 
 
 def check_per_stage(name: str, values: Sequence, num_stages: int) -> Tuple:

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from mminline.registry import MODELS
 
 from ..layers import CSwinBlock, InLineBranch, LinearBranch, StripeBranch, pad_to_multiple
-from .base import NormedPyramid, check_attn_types, check_per_stage, drop_path_ramp, init_as_authors, resolve_arch
+from .base import (
+    NormedPyramid,
+    check_attn_types,
+    check_per_stage,
+    check_positive,
+    drop_path_ramp,
+    init_as_authors,
+    resolve_arch,
+)
 
 ARCHS = {
     'tiny': dict(embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), depths=(2, 4, 18, 1),
@@ -79,8 +87,7 @@ class InLineCSwin(NormedPyramid):
         super().__init__(out_indices, frozen_stages, pad_aware, init_cfg)
         settings = {name: check_per_stage(name, values, self.NUM_STAGES)
                     for name, values in resolve_arch(arch, ARCHS).items()}
-        if split_size < 1:
-            raise ValueError(f'split_size must be positive, got {split_size}')
+        check_positive(in_channels=in_channels, split_size=split_size)
         self.split_sizes = (*EARLY_SPLIT_SIZES, split_size, None)
         self.inline_options = dict(local_term=local_term, center=center)
         embed_dims, depths = settings['embed_dims'], settings['depths']
@@ -109,6 +116,9 @@ class InLineCSwin(NormedPyramid):
             return (LinearBranch(embed_dims, num_heads),)
         if split_size is None:
             return (StripeBranch(embed_dims, num_heads, None),)
+        if num_heads % 2 or embed_dims % num_heads:
+            raise ValueError(f'num_heads of stripes in two directions must be even and divide embed_dims={embed_dims}, '
+                             f'got {num_heads}')
         return tuple(StripeBranch(embed_dims // 2, num_heads // 2, split_size, vertical) for vertical in (True, False))
 
     def frozen_modules(self) -> List[Union[nn.Module, nn.Parameter]]:
@@ -119,9 +129,10 @@ class InLineCSwin(NormedPyramid):
         return frozen
 
     def forward_whole(self, x: Tensor) -> Tuple[Tensor, ...]:
-        x = pad_to_multiple(x, 4)
-        hw_shape = (x.shape[2] // 4, x.shape[3] // 4)
-        x = self.stage1_conv_embed(x)
+        conv, to_tokens, norm = self.stage1_conv_embed
+        x = conv(pad_to_multiple(x, 4))
+        hw_shape = tuple(x.shape[2:])
+        x = norm(to_tokens(x))
         outs = []
         for index in range(self.num_stages):
             for block in getattr(self, f'stage{index + 1}'):

@@ -21,6 +21,7 @@ from .base import (
     IntPair,
     check_attn_types,
     check_out_indices,
+    check_positive,
     drop_path_ramp,
     init_as_authors,
     map_shape,
@@ -73,6 +74,7 @@ class InLineDeiT(InLineBackbone):
                  init_cfg: Optional[Union[dict, List[dict]]] = None):
         settings = resolve_arch(arch, ARCHS)
         embed_dims, depth = settings['embed_dims'], settings['depth']
+        check_positive(in_channels=in_channels)
         super().__init__(frozen_stages, depth, pad_aware, init_cfg)
         (kinds,) = check_attn_types(attn_types, (depth,), ATTENTIONS)
         self.out_indices = check_out_indices(out_indices, depth)

@@ -22,6 +22,7 @@ from .base import (
     check_attn_types,
     check_out_indices,
     check_per_stage,
+    check_positive,
     drop_path_ramp,
     init_as_authors,
     map_shape,
@@ -81,6 +82,7 @@ class InLinePVT(InLineBackbone):
         super().__init__(frozen_stages, NUM_STAGES, pad_aware, init_cfg)
         settings = {name: check_per_stage(name, values, NUM_STAGES)
                     for name, values in resolve_arch(arch, ARCHS).items()}
+        check_positive(in_channels=in_channels)
         embed_dims, depths = settings['embed_dims'], settings['depths']
         attn_types = check_attn_types(attn_types, depths, ATTENTIONS)
         self.out_indices = check_out_indices(out_indices, NUM_STAGES)

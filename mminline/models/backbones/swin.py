@@ -13,6 +13,7 @@ from .base import (
     NormedPyramid,
     check_attn_types,
     check_per_stage,
+    check_positive,
     drop_path_ramp,
     init_as_authors,
     resolve_arch,
@@ -88,8 +89,7 @@ class InLineSwin(NormedPyramid):
         super().__init__(out_indices, frozen_stages, pad_aware, init_cfg)
         settings = {name: check_per_stage(name, values, self.NUM_STAGES)
                     for name, values in resolve_arch(arch, ARCHS).items()}
-        if window_size < 1:
-            raise ValueError(f'window_size must be positive, got {window_size}')
+        check_positive(in_channels=in_channels, window_size=window_size)
         self.window_size = window_size
         self.inline_options = dict(local_term=local_term, center=center)
         embed_dims, depths = settings['embed_dims'], settings['depths']

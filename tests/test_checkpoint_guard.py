@@ -7,6 +7,7 @@ from mmengine.model import BaseModel
 from mmengine.runner import Runner
 
 from mminline.models import InLinePVT
+from mminline.preflight import RunError
 
 from .test_pvt import NARROW
 
@@ -26,7 +27,7 @@ def run(work_dir, model, **options):
     runner = Runner(model, str(work_dir), train_dataloader=copy.deepcopy(data),
                     train_cfg=dict(by_epoch=True, max_epochs=options.pop('max_epochs', 1)),
                     optim_wrapper=dict(optimizer=dict(type='AdamW', lr=1e-3)),
-                    custom_hooks=[dict(type='mminline.ResumeGuardHook')], **options)
+                    custom_hooks=[dict(type='mminline.CheckpointGuardHook')], **options)
     runner.train()
     return runner
 
@@ -43,8 +44,9 @@ def test_resume_into_the_same_model(tmp_path, checkpoint):
 
 
 def test_resume_into_another_size_is_refused(tmp_path, checkpoint):
-    with pytest.raises(ValueError, match=r'cannot resume: backbone.pos_embed1 is \(1, 256, 32\) in the checkpoint and '
-                                         r'\(1, 576, 32\) in this model'):
+    with pytest.raises(RunError, match=r'cannot resume from .*epoch_1.pth: 4 parameters differ, such as '
+                                       r'backbone.pos_embed1, \(1, 256, 32\) in the checkpoint and \(1, 576, 32\) in '
+                                       r'the model'):
         run(tmp_path / 'second', Model(96), load_from=checkpoint, resume=True, max_epochs=2, experiment_name='refused')
 
 

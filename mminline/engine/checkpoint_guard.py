@@ -1,0 +1,44 @@
+"""A checkpoint must be that of the model which it is loaded into."""
+from mmengine.hooks import Hook
+from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.runner import Runner
+
+from mminline.models.backbones.base import InLineBackbone
+from mminline.models.pretrained import check_finite, check_same_parameters
+from mminline.preflight import RunError
+from mminline.registry import HOOKS
+
+
+@HOOKS.register_module()
+class CheckpointGuardHook(Hook):
+    """Refuses a checkpoint of another model, or one with weights that are not finite.
+
+    mmengine only warns where parameters do not fit, and goes on with those of an untrained model. ``tools/train.py
+    --resume`` and ``tools/test.py`` add this hook. Weights of another image size can be tested, since position tables
+    are resized, but not resumed: the optimiser's state could not follow them.
+
+    To test a model, a checkpoint may have more than its parameters: test-time augmentation leaves the mask head out.
+
+    Raises:
+        RunError: When such a checkpoint was read, before it is used.
+    """
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        model = runner.model
+        while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+            model = model.module
+        saved = {name.removeprefix('module.'): value
+                 for name, value in checkpoint.get('state_dict', checkpoint).items()}
+        if not runner._resume:
+            for name, module in model.named_modules():
+                if isinstance(module, InLineBackbone):
+                    module.resize_tables(saved, f'{name}.')  # as loading does
+        source = runner._load_from or f'the latest checkpoint of {runner.work_dir}'
+        try:
+            check_same_parameters(model, saved, allow_unused=not runner._resume)
+            check_finite(saved, source)
+        except ValueError as error:
+            if runner._resume:
+                raise RunError(f'cannot resume from {source}: {error}. To start a new run from its weights instead, '
+                               'use --cfg-options load_from=CHECKPOINT without --resume.') from None
+            raise RunError(f'cannot use {source}: {error}') from None

@@ -10,6 +10,7 @@ version = re.search(r"__version__ = '(.+)'", (HERE / 'mminline' / 'version.py').
 # "one of them". The toolboxes of the extras need mmcv with its ops, >= 2.0.0rc4 and < 2.2.0.
 det = ['mmdet>=3.3.0,<4']
 seg = ['mmsegmentation>=1.2.2,<2', 'ftfy', 'regex']
+export = ['onnx', 'onnxruntime']
 test = ['pytest', 'pytest-xdist', 'pycocotools', 'ruff', 'tensorboard']
 
 setup(
@@ -22,7 +23,7 @@ setup(
     packages=find_packages(include=['mminline', 'mminline.*']),
     python_requires='>=3.9',
     install_requires=['torch>=2.6', 'mmengine>=0.10.7', 'numpy', 'opencv-python', 'setuptools<81'],
-    extras_require=dict(det=det, seg=seg, test=test, all=det + seg + test),
+    extras_require=dict(det=det, seg=seg, export=export, test=test, all=det + seg + export + test),
     classifiers=[
         'License :: OSI Approved :: Apache Software License',
         'Programming Language :: Python :: 3',

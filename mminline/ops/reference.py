@@ -6,6 +6,7 @@ O(N^2) memory: do not use it in a model.
 from typing import Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -34,14 +35,13 @@ def local_attention(v: Tensor, weight: Tensor, hw_shape: Tuple[int, int]) -> Ten
     """
     height, width = hw_shape
     batch, num_tokens, channels = v.shape
-    padded = v.new_zeros(batch, height + 2, width + 2, channels)
-    padded[:, 1:-1, 1:-1] = v.reshape(batch, height, width, channels)
-    out = torch.zeros_like(v)
+    padded = F.pad(v.reshape(batch, height, width, channels), (0, 0, 1, 1, 1, 1))
+    out = 0
     for row in range(3):
         for column in range(3):
-            neighbour = padded[:, row:row + height, column:column + width].reshape(v.shape)
-            out = out + neighbour * weight[:, None, :, row, column]
-    return out
+            neighbour = padded[:, row:row + height, column:column + width]
+            out = out + neighbour * weight[:, None, None, :, row, column]
+    return out.reshape(v.shape)
 
 
 def valid_tokens(hw_shape: Tuple[int, int], valid: Tuple[int, int], num_prefix_tokens: int, device: torch.device

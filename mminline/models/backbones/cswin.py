@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mminline.registry import MODELS
 
-from ..layers import CSwinBlock, InLineBranch, LinearBranch, StripeBranch, pad_to_multiple
+from ..layers import CSwinBlock, InLineBranch, LinearBranch, StripeBranch, pad_to_multiple, unflatten_tokens
 from .base import (
     NormedPyramid,
     check_attn_types,
@@ -42,7 +42,7 @@ class Merge(nn.Module):
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tuple[Tensor, Tuple[int, int]]:
         """Return tokens (B, H/2 * W/2, out_dims), rounded up, and their (H/2, W/2)."""
-        x = self.conv(x.transpose(1, 2).unflatten(2, hw_shape))
+        x = self.conv(unflatten_tokens(x.transpose(1, 2), 2, hw_shape))
         return self.norm(x.flatten(2).transpose(1, 2)), tuple(x.shape[2:])
 
 
@@ -129,10 +129,9 @@ class InLineCSwin(NormedPyramid):
         return frozen
 
     def forward_whole(self, x: Tensor) -> Tuple[Tensor, ...]:
-        conv, to_tokens, norm = self.stage1_conv_embed
-        x = conv(pad_to_multiple(x, 4))
-        hw_shape = tuple(x.shape[2:])
-        x = norm(to_tokens(x))
+        x = pad_to_multiple(x, 4)
+        hw_shape = (x.shape[2] // 4, x.shape[3] // 4)
+        x = self.stage1_conv_embed(x)
         outs = []
         for index in range(self.num_stages):
             for block in getattr(self, f'stage{index + 1}'):

@@ -14,6 +14,7 @@ from ..layers import (
     SoftmaxAttention,
     resize_position_table,
     to_map,
+    unflatten_tokens,
 )
 from .base import (
     PYRAMID_STRIDES,
@@ -140,5 +141,5 @@ class InLinePVT(InLineBackbone):
                 x = block(x, hw_shape)
             if stage in self.out_indices:
                 outs.append(to_map(x, hw_shape))
-            x = x.transpose(1, 2).unflatten(2, hw_shape)
+            x = unflatten_tokens(x.transpose(1, 2), 2, hw_shape)
         return tuple(outs)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mminline.registry import MODELS
 
-from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, WindowAttention, pad_map
+from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, WindowAttention, pad_map, unflatten_tokens
 from .base import (
     NormedPyramid,
     check_attn_types,
@@ -43,7 +43,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tuple[Tensor, Tuple[int, int]]:
         """Return tokens (B, H/2 * W/2, out_dims), rounded up, and their (H/2, W/2)."""
-        x = pad_map(x.unflatten(1, hw_shape), (2, 2))
+        x = pad_map(unflatten_tokens(x, 1, hw_shape), (2, 2))
         x = torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], dim=-1)
         return self.reduction(self.norm(x.flatten(1, 2))), tuple(x.shape[1:3])
 

@@ -5,12 +5,14 @@ Parameter names are those of the official checkpoints.
 """
 from typing import Tuple
 
+import torch
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from torch import Tensor, nn
 
 from mminline.ops import inline_attention
 
+from .embed import unflatten_tokens
 from .token_blocks import map_token_blocks
 
 
@@ -30,7 +32,7 @@ class LocalKernels(nn.Sequential):
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """View (B, N, C) as (B, num_heads, N, head_dim)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], num_heads, -1).transpose(1, 2)  # unflatten: see unflatten_tokens
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -131,9 +133,11 @@ class SoftmaxAttention(MultiheadAttention):
 
     def reduce(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         """Return one token per patch of (B, N, C), (B, N / sr_ratio ** 2, C); a rest at the border is left out."""
-        maps = x.transpose(1, 2).unflatten(2, hw_shape)
+        maps = unflatten_tokens(x.transpose(1, 2), 2, hw_shape)
         # A map smaller than one patch still gives one token.
-        missing = [max(0, self.sr_ratio - size) for size in hw_shape]
+        missing = [self.sr_ratio - size for size in hw_shape]
+        # Traced sizes are tensors: max would make them numbers.
+        missing = [size.clamp(min=0) if torch.jit.is_tracing() else max(0, size) for size in missing]
         maps = F.pad(maps, (0, missing[1], 0, missing[0]))
         return self.norm(self.sr(maps).flatten(2).transpose(1, 2))
 

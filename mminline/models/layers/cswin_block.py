@@ -9,6 +9,7 @@ from mminline.ops import inline_attention
 
 from .attention import LocalKernels, linear_attention, merge_heads, split_heads
 from .block import Block
+from .embed import unflatten_tokens
 from .windows import from_windows, pad_map, to_windows, window_mask
 
 
@@ -24,7 +25,7 @@ class CSwinBranch(nn.Module):
 
     def convolve_v(self, v: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         """Return ``get_v`` of tokens (B, N, C)."""
-        return self.get_v(v.transpose(1, 2).unflatten(2, hw_shape)).flatten(2).transpose(1, 2)
+        return self.get_v(unflatten_tokens(v.transpose(1, 2), 2, hw_shape)).flatten(2).transpose(1, 2)
 
 
 class InLineBranch(CSwinBranch):
@@ -67,12 +68,14 @@ class StripeBranch(CSwinBranch):
         height, width = stripe = hw_shape
         if self.split_size is not None:
             stripe = (height, self.split_size) if self.vertical else (self.split_size, width)
-        maps = [pad_map(part.unflatten(1, hw_shape), stripe) for part in (q, k, v)]
+        batch = q.shape[0]
+        maps = [pad_map(unflatten_tokens(part, 1, hw_shape), stripe) for part in (q, k, v)]
         padded_shape = maps[0].shape[1:3]
         q, k, v = (to_windows(part, stripe) for part in maps)
-        mask = window_mask(hw_shape, stripe, 0, q.device)
+        # A stripe that is the whole map has no padding.
+        mask = None if self.split_size is None else window_mask(hw_shape, stripe, 0, q.device)
         if mask is not None:
-            mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1, 1)
+            mask = mask.repeat(batch, 1, 1, 1)
         heads = [split_heads(part, self.num_heads) for part in (q, k, v)]
         # get_v works stripe by stripe: its zero padding lies at each stripe's own border.
         out = merge_heads(F.scaled_dot_product_attention(*heads, attn_mask=mask)) + self.convolve_v(v, stripe)

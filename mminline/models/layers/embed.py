@@ -16,8 +16,8 @@ def missing_to_multiple(size: int, divisor: int) -> int:
 def pad_to_multiple(x: Tensor, divisor: int) -> Tensor:
     """Pad (B, C, height, width) with zeros at the bottom and right until ``divisor`` divides both sizes."""
     bottom, right = (missing_to_multiple(size, divisor) for size in x.shape[-2:])
-    # Padding by nothing copies; a compiled graph keeps it, to stay valid for other sizes.
-    if not torch.compiler.is_compiling() and bottom == right == 0:
+    # Padding by nothing copies; a compiled or traced graph keeps it, to stay valid for other sizes.
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and bottom == right == 0:
         return x
     return F.pad(x, (0, right, 0, bottom))
 
@@ -46,13 +46,18 @@ class PatchEmbed(nn.Module):
         return self.norm(x.flatten(2).transpose(1, 2)), tuple(x.shape[-2:])
 
 
+def unflatten_tokens(x: Tensor, axis: int, hw_shape: Tuple[int, int]) -> Tensor:
+    """Return ``x.unflatten(axis, hw_shape)``, which itself would give an ONNX file the traced map's size for ever."""
+    return x.reshape(*x.shape[:axis], *hw_shape, *x.shape[axis + 1:])
+
+
 def to_map(tokens: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
     """Return tokens (B, H*W, C) as a contiguous map (B, C, H, W).
 
     A view would be a channels-last map, the convolutions of a neck would hand that layout on, and mmcv's RoIAlign
     reads whatever it gets as contiguous NCHW.
     """
-    return tokens.transpose(1, 2).unflatten(2, hw_shape).contiguous()
+    return unflatten_tokens(tokens.transpose(1, 2), 2, hw_shape).contiguous()
 
 
 def resize_position_table(table: Tensor, old_shape: Tuple[int, int], new_shape: Tuple[int, int],
@@ -64,7 +69,8 @@ def resize_position_table(table: Tensor, old_shape: Tuple[int, int], new_shape: 
         old_shape, new_shape: (H, W) of the map before and after, in tokens.
         num_prefix_tokens: Leading positions (of a class token) that are kept as they are.
     """
-    if old_shape == new_shape:
+    # A traced table serves other sizes too.
+    if not torch.jit.is_tracing() and old_shape == new_shape:
         return table
     prefix, image = table[:, :num_prefix_tokens], table[:, num_prefix_tokens:]
     image = image.transpose(1, 2).unflatten(2, old_shape).contiguous()  # 3x faster to resize on a CPU

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import MultiheadAttention, merge_heads, split_heads
-from .embed import missing_to_multiple
+from .embed import missing_to_multiple, unflatten_tokens
 
 
 def pad_map(x: Tensor, window: Tuple[int, int]) -> Tensor:
@@ -34,6 +34,20 @@ def from_windows(x: Tensor, window: Tuple[int, int], padded_shape: Tuple[int, in
     return x.transpose(2, 3).reshape(-1, *padded_shape, x.shape[-1])
 
 
+def roll_map(x: Tensor, shift: int) -> Tensor:
+    """Roll maps (B, H, W, C) up and to the left by ``shift`` tokens."""
+    if not torch.jit.is_tracing():
+        return x.roll((-shift, -shift), dims=(1, 2))
+    # ONNX rolls by constants only; here the map's size decides.
+    rows, columns = (rolled_positions(size, shift, x.device) for size in x.shape[1:3])
+    return x.index_select(1, rows).index_select(2, columns)
+
+
+def rolled_positions(size: int, shift: int, device: torch.device) -> Tensor:
+    """Return where the tokens of one axis come from, (size,), when it is rolled by ``shift`` towards its start."""
+    return (torch.arange(size, device=device) + shift) % size
+
+
 def window_mask(hw_shape: Tuple[int, int], window: Tuple[int, int], shift: int, device: torch.device
                 ) -> Optional[Tensor]:
     """Return where tokens of a window attend to each other, (num_windows, 1, L, L) booleans with L = h * w.
@@ -47,12 +61,12 @@ def window_mask(hw_shape: Tuple[int, int], window: Tuple[int, int], shift: int, 
         None where every token attends to its whole window.
     """
     padded_shape = tuple(size + missing_to_multiple(size, edge) for size, edge in zip(hw_shape, window))
-    if shift == 0 and padded_shape == tuple(hw_shape):
+    # A traced mask serves other sizes too.
+    if not torch.jit.is_tracing() and shift == 0 and padded_shape == tuple(hw_shape):
         return None
     axes = []
     for size, padded in zip(hw_shape, padded_shape):
-        position = torch.arange(padded, device=device).roll(-shift)
-        padding = position >= size
+        padding = rolled_positions(padded, shift, device) >= size
         # After the roll, the last `shift` positions come from the opposite border.
         wrapped = torch.arange(padded, device=device) >= padded - shift
         axes.append(padding * 2 + wrapped)
@@ -84,18 +98,26 @@ class WindowAttention(MultiheadAttention):
         """Return the bias of every pair of tokens of a window, (1, num_heads, L, L)."""
         return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
 
+    def shift(self, hw_shape: Tuple[int, int]) -> int:
+        """Return by how many tokens a map is rolled: by none where one window covers its height or width."""
+        if not self.shifted:
+            return 0
+        if torch.jit.is_tracing():  # sizes are tensors: a branch on them would hold for all sizes
+            return self.window_size // 2 * (torch.stack(hw_shape).amin() > self.window_size).long()
+        return self.window_size // 2 if min(hw_shape) > self.window_size else 0
+
     def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
         height, width = hw_shape
         window = (self.window_size, self.window_size)
-        shift = self.window_size // 2 if self.shifted and min(hw_shape) > self.window_size else 0
-        x = pad_map(x.unflatten(1, hw_shape), window)
+        batch, shift = x.shape[0], self.shift(hw_shape)
+        x = pad_map(unflatten_tokens(x, 1, hw_shape), window)
         padded_shape = x.shape[1:3]
-        x = to_windows(x.roll((-shift, -shift), dims=(1, 2)), window)
+        x = to_windows(roll_map(x, shift), window)
         bias = self.bias()
         mask = window_mask(hw_shape, window, shift, x.device)
         if mask is not None:
-            bias = bias.masked_fill(~mask, float('-inf')).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+            bias = bias.masked_fill(~mask, float('-inf')).repeat(batch, 1, 1, 1)
         q, k, v = (split_heads(part, self.num_heads) for part in self.project(x))
         x = self.proj(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))))
-        x = from_windows(x, window, padded_shape).roll((shift, shift), dims=(1, 2))
+        x = roll_map(from_windows(x, window, padded_shape), -shift)
         return x[:, :height, :width].flatten(1, 2)

@@ -27,7 +27,7 @@ SCORES = {name: row['mAP'] for name, row in REPORTED['mmdet'].items()}
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description='Train the ablation on the shapes data, and write its table.')
-    parser.add_argument('--epochs', type=int, default=5, metavar='E', help='of each run (%(default)s)')
+    parser.add_argument('--epochs', type=int, default=4, metavar='E', help='of each run (%(default)s)')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], metavar='S', help='seeds (0 1 2)')
     parser.add_argument('--jobs', type=int, default=2, metavar='N', help='runs side by side (%(default)s)')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/ablation'), metavar='DIR',

@@ -98,10 +98,9 @@ class Training:
 
     def iterations(self) -> int:
         """Return those of the last checkpoint, after reading every checkpoint that is there."""
-        for checkpoint in self.work_dir.glob('*.pth'):
-            load_weights_file(checkpoint)
+        saved = {str(path): load_weights_file(path)['meta']['iter'] for path in self.work_dir.glob('*.pth')}
         last = find_latest_checkpoint(str(self.work_dir))
-        return load_weights_file(last)['meta']['iter'] if last else 0
+        return saved[last] if last else 0
 
 
 def wait_for_writing(training: Training, process: int, count: int) -> None:

@@ -66,10 +66,9 @@ def steps_at_changing_sizes(subject: Subject, steps: int, max_edge: int, batch: 
 def one_step(subject: Subject, edge: int, batch: int) -> tuple[int, torch.Tensor]:
     """Return the peak of a training step in bytes, and the gradients of the backbone."""
     work = subject.work('training step', edge, batch)
-    zero_grad, subject.optim_wrapper.zero_grad = subject.optim_wrapper.zero_grad, lambda: None  # keeps the gradients
+    subject.optim_wrapper.zero_grad = lambda: None  # keeps the gradients
     torch.manual_seed(0)  # samplers and stochastic depth draw the same numbers
     peak = peak_bytes(work, CPU)
-    subject.optim_wrapper.zero_grad = zero_grad
     grads = [parameter.grad.flatten() for parameter in subject.model.backbone.parameters()
              if parameter.grad is not None]
     return peak, torch.cat(grads)

@@ -1,8 +1,6 @@
 """Two gloo processes on the CPU train what one process trains."""
 import json
 import math
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,8 @@ import torch
 
 from mminline.datasets import make_shapes
 from mminline.safe_loading import load_weights_file
+
+from .test_sync_bn import run
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group('whole runs')]
@@ -73,32 +73,19 @@ default_hooks = dict(checkpoint=dict(interval=3))
 """
 
 
-def run(*command, cwd):
-    """Runs a command, each of its processes on one thread."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PORT': port,
-                   'PYTHON': sys.executable, 'PYTHONPATH': str(cwd)}
-    result = subprocess.run([*map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, env=environment)
-    assert result.returncode == 0, result.stdout[-3000:]
-
-
 def train(config, folder, work_dir, processes, batch_size):
     """Trains in a folder; returns its losses by iteration and its weights."""
-    tool = [ROOT / 'tools/dist_train.sh', config, processes] if processes > 1 else [
-        sys.executable, ROOT / 'tools/train.py', config]
+    tool = ['dist_train.sh', config, str(processes)] if processes > 1 else ['train.py', config]
     (folder / 'losses.jsonl').unlink(missing_ok=True)
-    run(*tool, '--work-dir', work_dir, '--cfg-options', f'train_dataloader.batch_size={batch_size}',
-                  cwd=folder)
+    run(*tool, '--work-dir', work_dir, '--cfg-options', f'train_dataloader.batch_size={batch_size}', cwd=folder)
     losses = [json.loads(line) for line in (folder / 'losses.jsonl').read_text().splitlines()]
     last = (folder / work_dir / 'last_checkpoint').read_text()
     return losses, load_weights_file(last)['state_dict']
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))  # where the configs' losses.py is
     make_shapes(tmp_path / 'data/shapes', num_images=22)
     for name, text in (('losses', LOSSES), ('segmentor', SEGMENTOR), ('detector', DETECTOR)):
         (tmp_path / f'{name}.py').write_text(text)
@@ -107,9 +94,9 @@ def folder(tmp_path):
 
 def test_gradients_of_the_backbones(tmp_path):
     """In float64, relative to the norm of all gradients; with frozen stages and recomputation, too."""
-    run(
-        sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone',
-        ROOT / 'tests/gradients_of_two_processes.py', 'errors.json', cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone',
+         ROOT / 'tests/gradients_of_two_processes.py', 'errors.json'], cwd=tmp_path, check=True)
     errors = json.loads((tmp_path / 'errors.json').read_text())
     assert {case.split(',')[0] for case in errors} == {'pvt', 'swin', 'cswin', 'deit'} and len(errors) >= 40
     assert {case: error for case, error in errors.items() if not error < 1e-12} == {}

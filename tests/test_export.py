@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmengine.config import Config
-from mmengine.registry import DefaultScope
+from mmengine.registry import MODELS, DefaultScope
 
 from mminline import export
 from mminline.build import build_model, load_model
@@ -111,6 +111,18 @@ def test_windows_are_shifted_on_maps_larger_than_one():
     for hw_shape in ((1, 1), (7, 7), (7, 30), (8, 7), (8, 8), (14, 15), (40, 200)):
         assert layer.shift(hw_shape) == (3 if min(hw_shape) > 7 else 0), hw_shape
     assert WindowAttention(16, 2, window_size=7, shifted=False).shift((40, 200)) == 0
+
+
+@pytest.mark.parametrize('family', BACKBONES)
+def test_a_trace_serves_other_sizes(family):
+    """Also without ONNX: torch.jit.trace, which TensorBoard's graphs are made with."""
+    backbone = MODELS.build(BACKBONES[family]).eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(backbone, torch.randn(2, 3, 68, 90), check_trace=False)
+        for shape in ((1, 3, 97, 160), (3, 3, 20, 30)):
+            image = torch.randn(shape)
+            for found, expected in zip(traced(image), backbone(image)):
+                assert relative_error(found, expected) < 1e-5, shape
 
 
 # ---- whole files --------------------------------------------------------------------------------------

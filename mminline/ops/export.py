@@ -9,21 +9,18 @@ from typing import Optional, Tuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import local_attention
+from .reference import local_attention, split_heads
 
 
 def inline_attention_export(
         q: Tensor, k: Tensor, v: Tensor, num_heads: int, scale: float, local_weight: Optional[Tensor],
         hw_shape: Optional[Tuple[int, int]], num_prefix_tokens: int, center: bool) -> Tensor:
     """Return the attention of (B, N, C) tokens; arguments as :func:`mminline.ops.inline_attention`."""
-    def split_heads(x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:-1], num_heads, -1).transpose(1, 2)
-
     num_tokens = v.shape[1]
     mean_v = v.mean(dim=1, keepdim=True)
     centred_k, centred_v = (k - k.mean(dim=1, keepdim=True), v - mean_v) if center else (k, v)
-    covariance = split_heads(centred_k).transpose(-2, -1) @ split_heads(centred_v / num_tokens)
-    out = (split_heads(scale * q) @ covariance).transpose(1, 2).flatten(2)
+    covariance = split_heads(centred_k, num_heads).transpose(-2, -1) @ split_heads(centred_v / num_tokens, num_heads)
+    out = (split_heads(scale * q, num_heads) @ covariance).transpose(1, 2).flatten(2)
     if center:
         out = out + mean_v
     if local_weight is None:

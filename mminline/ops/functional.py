@@ -55,9 +55,9 @@ def inline_attention(
     valid_hw = _check_valid(valid_hw, q.shape[0], hw_shape)
     if scale is None:
         scale = (q.shape[-1] // num_heads) ** -0.5
-    if torch.onnx.is_in_onnx_export():
+    if torch.jit.is_tracing():  # as torch.onnx.export does
         if valid_hw is not None:
-            raise NotImplementedError(f'a model with valid_hw cannot be exported to ONNX, got {valid_hw}')
+            raise NotImplementedError(f'a model with valid_hw cannot be traced or exported to ONNX, got {valid_hw}')
         return inline_attention_export(
             q, k, v, num_heads, scale, local_weight, hw_shape, num_prefix_tokens, center)
     backend = _choose_backend(q, num_heads, backend)

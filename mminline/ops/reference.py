@@ -10,6 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """View (B, N, C) as (B, num_heads, N, head_dim)."""
+    # Not unflatten: see unflatten_tokens of the layers.
+    return x.reshape(*x.shape[:-1], num_heads, -1).transpose(1, 2)
+
+
 def inline_attention_weights(q: Tensor, k: Tensor, scale: float, center: bool = True) -> Tensor:
     """Return the global attention weights of equation 5 of the paper, (..., N, N).
 
@@ -67,11 +73,8 @@ def inline_attention_reference(
                 None if local_weight is None else local_weight[image:image + 1], valid, num_prefix_tokens, center)[0]
         return out
 
-    def split_heads(x: Tensor) -> Tensor:
-        return x.reshape(batch, num_tokens, num_heads, channels // num_heads).transpose(1, 2)
-
-    weights = inline_attention_weights(split_heads(q), split_heads(k), scale, center)
-    out = (weights @ split_heads(v)).transpose(1, 2).reshape(batch, num_tokens, channels)
+    weights = inline_attention_weights(split_heads(q, num_heads), split_heads(k, num_heads), scale, center)
+    out = (weights @ split_heads(v, num_heads)).transpose(1, 2).reshape(batch, num_tokens, channels)
     if local_weight is None:
         return out
     prefix, image = out.split([num_prefix_tokens, num_tokens - num_prefix_tokens], dim=1)

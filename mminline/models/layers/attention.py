@@ -11,6 +11,7 @@ from mmcv.cnn import build_norm_layer
 from torch import Tensor, nn
 
 from mminline.ops import inline_attention
+from mminline.ops.reference import split_heads
 
 from .embed import unflatten_tokens
 from .token_blocks import map_token_blocks
@@ -28,11 +29,6 @@ class LocalKernels(nn.Sequential):
     def forward(self, mean_token: Tensor) -> Tensor:
         """Return (B, C, 3, 3) for the mean token of each image, (B, C)."""
         return super().forward(mean_token.unsqueeze(-1)).reshape(*mean_token.shape, 3, 3)
-
-
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """View (B, N, C) as (B, num_heads, N, head_dim)."""
-    return x.reshape(*x.shape[:-1], num_heads, -1).transpose(1, 2)  # unflatten: see unflatten_tokens
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -141,22 +141,54 @@ def test_saved_bytes_count_shared_memory_once():
     assert measure.saved_bytes(lambda: (x * x).exp() * x) == 4000 + 4000
 
 
-def test_functions_are_timed_in_turns():
-    calls = []
-    functions = {name: lambda name=name: calls.append(name) or torch.zeros(2_000_000).sin() for name in 'AB'}
+class Clock:
+    """Takes the place of ``time`` in measure: functions made by it take so many seconds and note their name."""
+
+    def __init__(self):
+        self.now, self.calls = 0., ''
+
+    def perf_counter(self):
+        return self.now
+
+    def function(self, name, seconds):
+        def call():
+            self.now += seconds
+            self.calls += name
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measure, 'time', clock)
+    return clock
+
+
+def test_functions_are_timed_in_turns(clock):
+    functions = dict(A=clock.function('A', 0.5), B=clock.function('B', 0.25))
     times = measure.time_interleaved(functions, CPU, seconds=0)
-    assert ''.join(calls).endswith('AB' * measure.MIN_ROUNDS)
-    assert [len(values) for values in times.values()] == [measure.MIN_ROUNDS] * 2
+    assert clock.calls == 'AABB' + 'AB' * measure.MIN_ROUNDS  # each warms up and tells how long it takes
+    assert times == dict(A=[0.5] * measure.MIN_ROUNDS, B=[0.25] * measure.MIN_ROUNDS)
     assert measure.median_ratio([2, 9, 4], [1, 3, 2]) == 2
 
 
-def test_rivals_are_timed_in_pairs_with_the_base():
-    calls = []
-    functions = {name: lambda name=name: calls.append(name) or torch.zeros(2_000_000).sin() for name in 'ABC'}
+def test_functions_are_timed_as_long_as_asked(clock):
+    functions = dict(A=clock.function('A', 0.5), B=clock.function('B', 0.25))
+    times = measure.time_interleaved(functions, CPU, seconds=7.)
+    assert [len(values) for values in times.values()] == [10, 10]  # 0.75 s a round
+
+
+def test_short_calls_are_timed_together(clock):
+    times = measure.time_interleaved(dict(A=clock.function('A', 2 ** -11)), CPU, seconds=0)  # about 0.5 ms
+    assert clock.calls == 'A' * (2 + 5 * measure.MIN_ROUNDS)
+    assert times == dict(A=[2 ** -11] * measure.MIN_ROUNDS)
+
+
+def test_rivals_are_timed_in_pairs_with_the_base(clock):
+    functions = dict(A=clock.function('A', 0.25), B=clock.function('B', 0.5), C=clock.function('C', 1.))
     seconds, ratios = measure.time_in_pairs(functions, 'A', CPU, seconds=0)
-    assert 'B' * calls.count('B') + 'C' * calls.count('C') == ''.join(calls).replace('A', '')
-    assert set(seconds) == set(ratios) == set('ABC') and ratios['A'] == 1
-    assert all(value > 0 for value in seconds.values())
+    assert clock.calls == 'AABB' + 'AB' * measure.MIN_ROUNDS + 'AACC' + 'AC' * measure.MIN_ROUNDS
+    assert seconds == dict(A=0.25, B=0.5, C=1.) and ratios == dict(A=1., B=2., C=4.)
 
 
 # ---- backbones ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Kills a training with SIGKILL again and again, resumes it each time, and compares it with one that was left alone.
 
-A small segmentor saves a checkpoint after each iteration. Every second kill comes while one is being written, up to the
-fourth since the start, the others at a random time after it. After each kill, all checkpoints must be readable, and
+A small segmentor saves a checkpoint after each iteration. Every second kill comes while one is being written, the first
+to fourth since the start, the others at a random time after it. After each kill, all checkpoints must be readable, and
 the last one must not be older than before. In the end the weights must be, bit for bit, those of an uninterrupted
 training.
 
@@ -103,12 +103,19 @@ class Training:
         return saved[last] if last else 0
 
 
-def wait_for_writing(training: Training, process: int, count: int) -> None:
-    """Wait until the process is writing its checkpoint number ``count``."""
+def stop_while_writing(training: Training, process: int, count: int) -> None:
+    """Stop the process (SIGSTOP) while it is writing its checkpoint number ``count``, or a later one."""
     end = time.monotonic() + MAX_WAIT
     seen = set()
-    while len(seen) < count:
-        seen |= training.being_written()
+    while True:
+        writing = training.being_written()
+        seen |= writing
+        if writing and len(seen) >= count:
+            os.kill(process, signal.SIGSTOP)
+            os.waitpid(process, os.WUNTRACED)
+            if training.being_written():
+                return
+            os.kill(process, signal.SIGCONT)  # it was complete before the signal came
         if time.monotonic() > end or os.waitpid(process, os.WNOHANG)[0]:
             raise SystemExit(f'No checkpoint was written:\n{training.log.read_text()[-3000:]}')
         time.sleep(POLL_SECONDS)
@@ -133,7 +140,7 @@ def main(argv=None):
             if number % 2:
                 time.sleep(chance.uniform(0, LONGEST_LIFE))
             else:
-                wait_for_writing(killed, process, count=chance.randint(1, 4))
+                stop_while_writing(killed, process, count=chance.randint(1, 4))
             os.kill(process, signal.SIGKILL)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) != -signal.SIGKILL:
                 raise SystemExit(f'A training failed:\n{killed.log.read_text()[-3000:]}')

@@ -21,8 +21,7 @@ def run(script, *args, cwd):
 def test_three_kills(tmp_path):
     result = run('kill_training', '--kills', 3, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    kills = re.search(r'3 kills, (\d) of them left a checkpoint half written', result.stdout)
-    assert kills and int(kills[1]) >= 1
+    assert re.search(r'3 kills, [23] of them left a checkpoint half written', result.stdout)
     assert re.search(r'After \d+ iterations 0 of \d+ tensors differ', result.stdout)
     assert not list(tmp_path.iterdir())
 

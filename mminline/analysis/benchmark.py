@@ -30,6 +30,7 @@ from .measure import (
     peak_bytes,
     relative_error,
     saved_bytes,
+    set_log_axes,
     time_in_pairs,
     write_csv,
 )
@@ -363,15 +364,10 @@ def draw(rows: Sequence[Row], out_file: Path) -> None:
                 inline = [row for row in own if row.method == 'inline']
                 axes.plot([row.height * row.width for row in inline], [getattr(row, floor) for row in inline],
                           color='black', linestyle='--', label='floor: bytes of inline at copy bandwidth')
-            axes.set(xscale='log', yscale='log')
-            axes.grid(alpha=0.3)
-            axes.spines[['top', 'right']].set_visible(False)
+            set_log_axes(axes, {row.height * row.width: f'{row.height}x{row.width}' for row in own})
     for axes, channels in zip(grid[0], widths):
         axes.set_title(f'{channels} channels, {STAGES[channels][0]} heads')
-    for axes, channels in zip(grid[-1], widths):
-        maps = {row.height * row.width: f'{row.height}x{row.width}' for row in rows if row.channels == channels}
-        axes.set_xticks(list(maps), maps.values(), rotation=45)
-        axes.set_xticks([], minor=True)
+    for axes in grid[-1]:
         axes.set_xlabel('map, in tokens')
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
     figure.savefig(out_file, dpi=110)

@@ -198,14 +198,19 @@ def write_csv(rows: Sequence[NamedTuple], path: Path) -> None:
 
 
 def set_log_axes(axes, sizes: Dict[int, str], **labels: str) -> None:
-    """Give matplotlib axes logarithmic scales and a tick for each size on the x axis.
+    """Give matplotlib axes logarithmic scales, a tick for each size on the x axis and plain numbers on the y axis.
 
     Args:
         axes: The axes.
         sizes: Text of each tick by its place.
         labels: ``xlabel``, ``ylabel``, ``title``.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # where a GPU is lent, it may be missing
+
     axes.set(xscale='log', yscale='log', **labels)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter('{x:,g}'))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(list(sizes), sizes.values(), rotation=45)
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)

@@ -188,7 +188,7 @@ def train(cfg: Config, *, resume: Optional[str] = None, amp: bool = False, auto_
     if resume:
         cfg.resume = True
         cfg.load_from = None if resume == 'auto' else resume
-        _guard_checkpoint(cfg)
+    _guard_checkpoint(cfg, starts_training=True)
     check_names(cfg)
     check_files(cfg, 'train')
     with _failures_explained():
@@ -216,7 +216,7 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
     """
     cfg.load_from = checkpoint
     cfg.resume = False
-    _guard_checkpoint(cfg)
+    _guard_checkpoint(cfg, starts_training=False)
     is_detection = cfg.default_scope == 'mmdet'
     if show or show_dir:
         _show_predictions(cfg, show, show_dir, wait_time)
@@ -230,8 +230,9 @@ def test(cfg: Config, checkpoint: str, *, out: Optional[str] = None, show: bool 
         return _build_runner(cfg).test()
 
 
-def _guard_checkpoint(cfg: Config) -> None:
-    cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type='mminline.CheckpointGuardHook')]
+def _guard_checkpoint(cfg: Config, starts_training: bool) -> None:
+    cfg.custom_hooks = [*(cfg.get('custom_hooks') or []),
+                        dict(type='mminline.CheckpointGuardHook', starts_training=starts_training)]
 
 
 def _build_runner(cfg: Config) -> Runner:

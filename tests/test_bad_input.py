@@ -366,6 +366,7 @@ def load_pretrained_weights(cfg: Config, checkpoint: Path, image: Path, out_dir:
 # All places that read weights. Each takes a config, the file, an image and a folder for what it makes.
 READERS = {
     'pretrained': load_pretrained_weights,
+    'load_from': lambda cfg, checkpoint, image, out_dir: runs.train(Config(dict(cfg, load_from=str(checkpoint)))),
     'resume': lambda cfg, checkpoint, image, out_dir: runs.train(cfg, resume=str(checkpoint)),
     'test': lambda cfg, checkpoint, image, out_dir: runs.test(cfg, str(checkpoint)),
     'infer': lambda cfg, checkpoint, image, out_dir: infer(cfg, checkpoint, image, out_dir, device='cpu'),
@@ -394,7 +395,8 @@ CHECKPOINTS = {
     'NaN': (with_nan, dict.fromkeys(READERS, NOT_FINITE)),
     'truncated': (truncated, dict.fromkeys(READERS, r'bad\.pth cannot be read as a checkpoint; it seems damaged')),
     'another architecture': (of_another_architecture, {
-        **dict.fromkeys(READERS, OTHER_PARAMETERS), 'pretrained': 'these weights do not fit InLinePVT'}),
+        **dict.fromkeys(READERS, OTHER_PARAMETERS),
+        **dict.fromkeys(('pretrained', 'load_from'), 'these weights do not fit InLinePVT')}),
 }
 
 

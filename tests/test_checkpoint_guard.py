@@ -1,4 +1,4 @@
-"""Resuming into a model with other shapes ends before the first step, with a message; loading is allowed."""
+"""A checkpoint with other shapes is refused before the first step, unless training may start from it."""
 import copy
 
 import pytest
@@ -13,21 +13,23 @@ from .test_pvt import NARROW
 
 
 class Model(BaseModel):
-    def __init__(self, pretrain_img_size=64):
+    def __init__(self, pretrain_img_size=64, num_classes=3):
         super().__init__()
         self.backbone = InLinePVT(NARROW, pretrain_img_size=pretrain_img_size)
+        self.head = torch.nn.Conv2d(64, num_classes, 1)
 
     def forward(self, inputs, data_samples=None, mode='loss'):
-        return dict(loss=self.backbone(torch.stack(inputs))[-1].square().mean())
+        return dict(loss=self.head(self.backbone(torch.stack(inputs))[-1]).square().mean())
 
 
-def run(work_dir, model, **options):
+def run(work_dir, model, starts_training=False, **options):
     data = dict(dataset=[dict(inputs=torch.ones(3, 32, 32))] * 2, sampler=dict(type='DefaultSampler', shuffle=False),
                 batch_size=1, collate_fn=dict(type='pseudo_collate'))
     runner = Runner(model, str(work_dir), train_dataloader=copy.deepcopy(data),
                     train_cfg=dict(by_epoch=True, max_epochs=options.pop('max_epochs', 1)),
                     optim_wrapper=dict(optimizer=dict(type='AdamW', lr=1e-3)),
-                    custom_hooks=[dict(type='mminline.CheckpointGuardHook')], **options)
+                    custom_hooks=[dict(type='mminline.CheckpointGuardHook', starts_training=starts_training)],
+                    **options)
     runner.train()
     return runner
 
@@ -53,3 +55,21 @@ def test_resume_into_another_size_is_refused(tmp_path, checkpoint):
 def test_loading_into_another_size_resizes(tmp_path, checkpoint):
     runner = run(tmp_path / 'second', Model(96), load_from=checkpoint, experiment_name='loaded')
     assert runner.iter == 2
+
+
+def test_another_head_may_start_from_it(tmp_path, checkpoint):
+    model = Model(num_classes=5)
+    with pytest.raises(RunError, match=r'cannot use .*: 2 parameters differ, such as head.bias, \(3,\) in'):
+        run(tmp_path / 'second', model, load_from=checkpoint, experiment_name='tested')
+    runner = run(tmp_path / 'third', model, starts_training=True, load_from=checkpoint, experiment_name='started')
+    assert runner.iter == 2
+
+
+def test_another_backbone_may_not(tmp_path, checkpoint):
+    other = torch.load(checkpoint)
+    other['state_dict'] = {name.replace('mlp.fc', 'ffn.'): value for name, value in other['state_dict'].items()}
+    torch.save(other, tmp_path / 'other.pth')
+    with pytest.raises(RunError, match='cannot use .*other.pth: these weights do not fit InLinePVT, .* missing '
+                                       r'\(block1.0.mlp.fc1.weight, .* unexpected \(block1.0.ffn.1.weight'):
+        run(tmp_path / 'second', Model(), starts_training=True, load_from=str(tmp_path / 'other.pth'),
+            experiment_name='other')

@@ -205,12 +205,12 @@ def set_log_axes(axes, sizes: Dict[int, str], **labels: str) -> None:
         sizes: Text of each tick by its place.
         labels: ``xlabel``, ``ylabel``, ``title``.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # where a GPU is lent, it may be missing
+    from matplotlib import ticker  # where a GPU is lent, it may be missing
 
     axes.set(xscale='log', yscale='log', **labels)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter('{x:,g}'))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,g}'))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xticks(list(sizes), sizes.values(), rotation=45)
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)

@@ -17,6 +17,7 @@ KIND_SPECIFIC = re.compile(r'\.residual\.|\.attn\.(sr|norm)\.|\.relative_positio
 # Of a classifier: no backbone has them. Of Swin's windows: computed, not learned.
 NOT_OF_A_BACKBONE = re.compile(r'^head\.|\.relative_position_index$|\.attn_mask$')
 CONTAINERS = ('state_dict_ema', 'state_dict', 'model')
+MIN_MATCHED = 0.9
 
 
 class LoadReport(NamedTuple):
@@ -60,7 +61,7 @@ def read_state_dict(path: str) -> Tuple[Dict[str, Tensor], str]:
     return state_dict, f'{path} [{container}]' if container else path
 
 
-def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = 0.9) -> LoadReport:
+def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = MIN_MATCHED) -> LoadReport:
     """Load a file's weights into a backbone and log one report.
 
     Args:
@@ -81,6 +82,28 @@ def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = 0
     for official, own in backbone.official_names().items():
         if official in state_dict:
             state_dict[own] = state_dict.pop(official)
+    report = check_fit(backbone, state_dict, source, min_matched)
+    weights = {name: state_dict[name] for name in report.matched + report.resized}
+    check_finite(weights, source)
+    backbone.load_state_dict(weights, strict=False)
+    print_log(f'pretrained weights: {report}', logger='current',
+              level=logging.WARNING if report.missing else logging.INFO)
+    return report
+
+
+def check_fit(backbone: nn.Module, state_dict: Dict[str, Tensor], source: str,
+              min_matched: float = MIN_MATCHED) -> LoadReport:
+    """Check that enough of a state dict fits a backbone by name and shape, after resizing its position tables.
+
+    Args:
+        backbone: An :class:`mminline.models.backbones.base.InLineBackbone`.
+        state_dict: Tensors by the backbone's own names; resized tables are put in their place.
+        source: What to call it.
+        min_matched: As for :func:`load_pretrained`.
+
+    Raises:
+        ValueError: if too little fits; the message names examples.
+    """
     resized = backbone.resize_tables(state_dict)
     parameters = dict(backbone.named_parameters())
     fitting = {name for name in parameters.keys() & state_dict.keys()
@@ -93,12 +116,7 @@ def load_pretrained(backbone: nn.Module, checkpoint: str, min_matched: float = 0
         unexpected=tuple(name for name in state_dict if name not in fitting))
     if report.fraction < min_matched:
         raise ValueError(f'these weights do not fit {type(backbone).__name__}, at least {min_matched:.0%} of the '
-                         f'parameters must match (min_matched in init_cfg): {report}')
-    weights = {name: value for name, value in state_dict.items() if name in fitting}
-    check_finite(weights, source)
-    backbone.load_state_dict(weights, strict=False)
-    print_log(f'pretrained weights: {report}', logger='current',
-              level=logging.WARNING if report.missing else logging.INFO)
+                         f'parameters must match (for Pretrained, min_matched in init_cfg): {report}')
     return report
 
 

@@ -10,7 +10,7 @@ version = re.search(r"__version__ = '(.+)'", (HERE / 'mminline' / 'version.py').
 # "one of them". The toolboxes of the extras need mmcv with its ops, >= 2.0.0rc4 and < 2.2.0.
 det = ['mmdet>=3.3.0,<4']
 seg = ['mmsegmentation>=1.2.2,<2', 'ftfy', 'regex']
-export = ['onnx', 'onnxruntime']
+export = ['onnx', 'onnxscript', 'onnxruntime']  # onnxscript: torch.onnx.export(dynamo=True) needs it
 test = ['pytest', 'pytest-xdist', 'pycocotools', 'ruff', 'tensorboard']
 
 setup(

@@ -18,13 +18,14 @@ model = dict(
     neck=dict(in_channels=[32, 64, 128, 192], out_channels=64, norm_cfg=norm_cfg),
     rpn_head=dict(in_channels=64, feat_channels=64, anchor_generator=dict(scales=[4])),
     roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=64),
+        # One sample a bin: mmcv's RoIAlign runs on one core, and small objects have small bins.
+        bbox_roi_extractor=dict(out_channels=64, roi_layer=dict(sampling_ratio=1)),
         bbox_head=dict(
             type='ConvFCBBoxHead', num_shared_convs=2, num_shared_fcs=1, in_channels=64, conv_out_channels=64,
             fc_out_channels=256, num_classes=3, reg_class_agnostic=True, norm_cfg=norm_cfg),
-        mask_roi_extractor=dict(out_channels=64),
+        mask_roi_extractor=dict(out_channels=64, roi_layer=dict(sampling_ratio=1)),
         mask_head=dict(num_convs=2, in_channels=64, conv_out_channels=64, num_classes=3, norm_cfg=norm_cfg)),
-    train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=128))),
+    train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=64))),
     test_cfg=dict(rpn=dict(nms_pre=500, max_per_img=200)))
 
 # ---- data ------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ test_evaluator = val_evaluator
 
 # ---- schedule: 13 epochs, about 1240 iterations ----------------------------------------------------------
 train_cfg = dict(max_epochs=13, val_interval=3)
-optim_wrapper = dict(optimizer=dict(lr=1e-3))
+optim_wrapper = dict(optimizer=dict(lr=1e-3, fused=True))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.03, by_epoch=False, begin=0, end=50),
     dict(type='CosineAnnealingLR', by_epoch=True, begin=0, end=13, T_max=13, convert_to_iter_based=True)

@@ -73,3 +73,14 @@ def test_another_backbone_may_not(tmp_path, checkpoint):
                                        r'\(block1.0.mlp.fc1.weight, .* unexpected \(block1.0.ffn.1.weight'):
         run(tmp_path / 'second', Model(), starts_training=True, load_from=str(tmp_path / 'other.pth'),
             experiment_name='other')
+
+
+@pytest.mark.parametrize('starts_training, message', [
+    (False, r'\d+ parameters differ, such as \S+, none in the checkpoint'),
+    (True, 'these weights do not fit InLinePVT, .* 0.0% loaded')])
+def test_a_file_of_another_layout(tmp_path, checkpoint, starts_training, message):
+    """As the authors' files are: what it holds is no state dict of a whole model."""
+    torch.save(dict(model=torch.load(checkpoint)['state_dict']), tmp_path / 'official.pth')
+    with pytest.raises(RunError, match=f'cannot use .*official.pth: {message}'):
+        run(tmp_path / 'second', Model(), starts_training=starts_training, load_from=str(tmp_path / 'official.pth'),
+            experiment_name=f'layout-{starts_training}')

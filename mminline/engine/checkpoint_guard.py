@@ -4,7 +4,7 @@ from typing import Iterator, Tuple
 from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import Runner
-from torch import nn
+from torch import Tensor, nn
 
 from mminline.models.backbones.base import InLineBackbone
 from mminline.models.pretrained import check_finite, check_fit, check_same_parameters
@@ -39,7 +39,7 @@ class CheckpointGuardHook(Hook):
         while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
             model = model.module
         saved = {name.removeprefix('module.'): value
-                 for name, value in checkpoint.get('state_dict', checkpoint).items()}
+                 for name, value in checkpoint.get('state_dict', checkpoint).items() if isinstance(value, Tensor)}
         source = runner._load_from or f'the latest checkpoint of {runner.work_dir}'
         try:
             if runner._resume:
